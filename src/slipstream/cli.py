@@ -1,0 +1,267 @@
+"""`slipstream VERB`: reads the command line, calls one function, turns errors into one line and an exit code.
+
+What a verb needs is imported when it runs, so that every `--help` answers at once. Exit codes: 0 done, 1 the run
+failed, 2 the input is wrong, 130 interrupted. With `--json` the last line on standard output is one JSON object and
+what is meant for people goes to standard error.
+"""
+
+import argparse
+import difflib
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slipstream.errors import ConfigError, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.config.base import Section
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports of a program that writes to a closed pipe
+
+WORKFLOWS = {
+    "rl": "improve a policy by reinforcement learning (GRPO) from a reward",
+    "sft": "fine-tune a model on responses",
+    "evaluate": "measure a model's accuracy on held-out prompts, sampled and greedy",
+    "pipeline": "make a small policy, teach it by SFT, improve it by RL",
+}
+WORKFLOW_FLAGS = ("--dry-run", "--json", "--help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except SlipstreamError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader is gone. The interpreter flushes standard output once more at exit: let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors become ConfigError; the help of a workflow ends with its configuration keys."""
+
+    workflow: str | None = None
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if self.workflow is None:
+            return text
+        from slipstream.config.help_text import describe_keys
+
+        width = min(shutil.get_terminal_size((120, 24)).columns, 140)
+        return f"{text}\n{describe_keys(_config_class(self.workflow), width=width)}\n"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="slipstream", description="Reinforcement learning of language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="print the version")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+    for name, description in WORKFLOWS.items():
+        verb = verbs.add_parser(
+            name,
+            help=description,
+            description=f"{description[0].upper()}{description[1:]}.",
+            usage=f"slipstream {name} [RECIPE] [--dry-run] [--json] [--section.key VALUE ...]",
+            allow_abbrev=False,
+        )
+        verb.workflow = name
+        verb.add_argument("recipe", metavar="RECIPE", nargs="?", help="YAML file, or name of a recipe of Slipstream")
+        verb.add_argument("--dry-run", action="store_true", help="show what would happen and start nothing")
+        verb.add_argument("--json", action="store_true", help="end with the summary as one line of JSON")
+    resume = verbs.add_parser("resume", help="go on with an interrupted run", allow_abbrev=False)
+    resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    resume.add_argument("--json", action="store_true", help="end with the summary as one line of JSON")
+    report = verbs.add_parser("report", help="write report.html of a run", allow_abbrev=False)
+    report.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    doctor = verbs.add_parser("doctor", help="say what this machine has, what is used, what is missing")
+    doctor.add_argument("--json", action="store_true", help="end with the findings as one line of JSON")
+    gguf = verbs.add_parser("import-gguf", help="convert a GGUF file to a Hugging Face folder", allow_abbrev=False)
+    gguf.add_argument("source", metavar="SOURCE", help=".gguf file, folder or installed package that holds one")
+    gguf.add_argument("out", metavar="OUT", help="folder to write; must not hold anything yet")
+    return parser
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return ConfigError.exit_code
+    _check_verb(arguments[0])
+    overrides: list[str] = []
+    if arguments[0] in WORKFLOWS:
+        rest, overrides = split_overrides(arguments[1:])
+        arguments = [arguments[0], *rest]
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as stop:  # argparse ends this way after --help
+        return int(stop.code or 0)
+    if options.version:
+        print(f"slipstream {_version()}")
+        return 0
+    # A module beside the recipe can hold the reward function; last, so that it never hides an installed package.
+    sys.path.append(os.getcwd())
+    if options.verb in WORKFLOWS:
+        return _run_workflow(options, overrides)
+    handlers = {"resume": _resume, "report": _report, "doctor": _doctor, "import-gguf": _import_gguf}
+    return handlers[options.verb](options)
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide the arguments of a workflow into argparse's own and the overrides `--key value` or `--key=value`."""
+    rest: list[str] = []
+    overrides: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if argument in (*WORKFLOW_FLAGS, "-h") or not argument.startswith("--"):
+            rest.append(argument)
+            continue
+        overrides.append(argument)
+        if "=" in argument:
+            continue
+        if waiting and not waiting[0].startswith("--"):
+            overrides.append(waiting.pop(0))
+            continue
+        near = difflib.get_close_matches(argument.replace("_", "-"), WORKFLOW_FLAGS, n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(f"unknown option {argument}; did you mean {near[0]}?")
+    return rest, overrides
+
+
+def _check_verb(word: str) -> None:
+    verbs = (*WORKFLOWS, "resume", "report", "doctor", "import-gguf")
+    if word.startswith("-") or word in verbs:
+        return
+    near = difflib.get_close_matches(word, verbs, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"unknown command {word!r}{hint} (commands: {', '.join(verbs)})")
+
+
+def _run_workflow(options: argparse.Namespace, overrides: list[str]) -> int:
+    from slipstream.config.loader import load_config, resolve_recipe
+
+    recipe = None if options.recipe is None else resolve_recipe(options.recipe)
+    if recipe is None and not overrides:
+        raise ConfigError(
+            f"`slipstream {options.verb}` needs a RECIPE, or keys as --section.key value "
+            f"(see `slipstream {options.verb} --help`)"
+        )
+    config = load_config(_config_class(options.verb), recipe, overrides)
+    if options.dry_run:
+        return _dry_run(config, as_json=options.json)
+    _finish(_start(options.verb, config), as_json=options.json)
+    return 0
+
+
+def _start(verb: str, config: Any) -> dict[str, Any]:
+    """Run a workflow to its end; its summary."""
+    if verb == "rl":
+        from slipstream.workflows.rl import train_rl
+
+        return train_rl(config)
+    if verb == "sft":
+        from slipstream.workflows.sft import train_sft
+
+        return train_sft(config)
+    if verb == "evaluate":
+        from slipstream.workflows.evaluate import evaluate
+
+        return evaluate(config)
+    from slipstream.workflows.pipeline import run_pipeline
+
+    return run_pipeline(config)
+
+
+def _dry_run(config: Any, *, as_json: bool) -> int:
+    from rich.console import Console
+
+    from slipstream.workflows.dry_run import dry_run, print_dry_run
+
+    plan = dry_run(config)
+    print_dry_run(plan, Console(stderr=as_json))
+    _finish(plan.as_json(), as_json=as_json)
+    return 0
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from slipstream.workflows.resume import resume
+
+    _finish(resume(options.run_dir), as_json=options.json)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from slipstream.observe.report import write_report
+
+    print(write_report(Path(options.run_dir)))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from slipstream.workflows.doctor import examine, print_diagnosis
+
+    console = Console(stderr=options.json)
+    console.print("Importing every engine once; this takes up to a minute or two.")
+    diagnosis = examine()
+    print_diagnosis(diagnosis, console)
+    _finish(diagnosis.as_json(), as_json=options.json)
+    return 0 if diagnosis.usable else 1
+
+
+def _import_gguf(options: argparse.Namespace) -> int:
+    from slipstream.models.gguf import import_gguf
+
+    import_gguf(options.source, Path(options.out))
+    print(options.out)
+    return 0
+
+
+def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        from slipstream.observe.files import to_json
+
+        print(to_json(summary))
+
+
+def _config_class(verb: str) -> "type[Section]":
+    from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+
+    classes: dict[str, type[Section]] = {
+        "rl": RLConfig,
+        "sft": SFTConfig,
+        "evaluate": EvaluateConfig,
+        "pipeline": PipelineConfig,
+    }
+    return classes[verb]
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("slipstream")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""One Ray session for one run: started (or joined) here, and cleaned up here whatever happens.
+
+Everything a run starts carries its run id in the environment (`SLIPSTREAM_RUN_ID`), and shared memory carries it in
+the name, so that at the end nothing of it stays: no process, no Ray session, no segment. A controller that is killed
+outright cannot clean up; its processes die with it (the kernel tells them) and the next run removes its files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from slipstream.cluster.calls import PendingCall, RemoteEngine, gather
+from slipstream.config.schema import ClusterConfig
+from slipstream.errors import EngineError
+from slipstream.observe.logs import get_logger
+
+RUN_ID_VARIABLE = "SLIPSTREAM_RUN_ID"
+TEMPORARY_PREFIX = "slipstream-ray-"
+SHARED_MEMORY_PREFIX = "slipstream-"
+OBJECT_STORE_BYTES = 1 << 30
+ENGINE_SHUTDOWN_DEADLINE_S = 10.0
+LEFTOVER_GRACE_S = 3.0
+
+logger = get_logger("cluster")
+
+
+class ClusterSession:
+    """A Ray session and the engines started in it. Use it as a context manager.
+
+    `log_folder` receives the engines' log files when the session ends.
+    """
+
+    def __init__(self, config: ClusterConfig, *, log_folder: Path) -> None:
+        self.config = config
+        self.run_id = f"{os.getpid()}-{os.urandom(3).hex()}"
+        self.engines: list[RemoteEngine] = []
+        self._final_log_folder = log_folder
+        self._temporary_folder: Path | None = None
+        self._psm_before = _posix_segments()
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Where engines write while they run; None in a cluster that we joined."""
+        return self._temporary_folder / "session_latest" / "logs" if self._temporary_folder else None
+
+    def __enter__(self) -> ClusterSession:
+        remove_remains_of_dead_runs()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        # Ray lowers the priority of workers by default: imports then take minutes beside a busy controller.
+        os.environ["RAY_worker_niceness"] = "0"
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+        os.environ[RUN_ID_VARIABLE] = self.run_id
+        import ray
+
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        if self.config.address is None:
+            # A short path: the sockets in it may not exceed 107 characters.
+            self._temporary_folder = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{os.getpid()}-", dir="/tmp"))
+            options |= {
+                "address": "local",
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": str(self._temporary_folder),
+            }
+        else:
+            options |= {"address": self.config.address}
+        try:
+            ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = f"join the Ray cluster at {self.config.address}" if self.config.address else "start Ray here"
+            raise EngineError(f"could not {where}: {error}") from error
+
+    def start_engine(
+        self,
+        name: str,
+        engine_class: type,
+        *arguments: Any,
+        cpus: float,
+        gpus: float = 0.0,
+        environment: dict[str, str] | None = None,
+    ) -> RemoteEngine:
+        """Make a Ray actor of `engine_class`; its constructor runs there. Wait for it with `await_engines`."""
+        import ray
+
+        actor_class = ray.remote(engine_class)
+        handle = actor_class.options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_restarts=0,
+            runtime_env={"env_vars": {RUN_ID_VARIABLE: self.run_id, **(environment or {})}},
+        ).remote(*arguments)
+        engine = RemoteEngine(name=name, handle=handle, log_folder=self.log_folder)
+        self.engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        """Stop every engine, stop Ray where we started it, and remove what is left. Safe to call twice."""
+        import ray
+
+        with ignore_interrupts():
+            if ray.is_initialized():
+                self._stop_engines()
+                ray.shutdown()
+            self.engines.clear()
+            kill_processes_of_run(self.run_id)
+            self._keep_logs()
+            _remove_segments(SHARED_MEMORY_PREFIX + self.run_id)
+            _remove_unused_posix_segments(_posix_segments() - self._psm_before)
+            os.environ.pop(RUN_ID_VARIABLE, None)
+
+    def _stop_engines(self) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        calls = [engine.submit("shutdown") for engine in self.engines]
+        ready, _ = ray.wait(
+            [call.reference for call in calls], num_returns=len(calls), timeout=ENGINE_SHUTDOWN_DEADLINE_S
+        ) if calls else ([], [])
+        for call in calls:
+            if call.reference in ready:
+                try:
+                    ray.get(call.reference)
+                except RayError as error:
+                    logger.info(f"{call.engine.name} did not shut down by itself: {type(error).__name__}")
+            else:
+                logger.warning(f"{call.engine.name} did not shut down within {ENGINE_SHUTDOWN_DEADLINE_S:.0f} s")
+            ray.kill(call.engine.handle)
+
+    def _keep_logs(self) -> None:
+        if self._temporary_folder is None:
+            return
+        if self.log_folder is not None and self.log_folder.is_dir():
+            # A full disk must not keep us from cleaning up.
+            with suppress(OSError):
+                self._final_log_folder.mkdir(parents=True, exist_ok=True)
+                for path in self.log_folder.glob("worker-*"):
+                    if path.stat().st_size:
+                        shutil.copy2(path, self._final_log_folder / path.name)
+        shutil.rmtree(self._temporary_folder, ignore_errors=True)
+        self._temporary_folder = None
+
+
+@contextmanager
+def ignore_interrupts() -> Iterator[None]:
+    """A second Ctrl-C must not cut the clean-up short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM (a scheduler's polite end) takes the same way out as Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def kill_processes_of_run(run_id: str) -> list[int]:
+    """Kill what still carries the run's id, except ourselves. Returns the process ids that had to be killed."""
+    marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    deadline = time.monotonic() + LEFTOVER_GRACE_S
+    remaining = _processes_with(marker)
+    while remaining and time.monotonic() < deadline:
+        time.sleep(0.1)
+        remaining = _processes_with(marker)
+    for pid in remaining:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return remaining
+
+
+def remove_remains_of_dead_runs() -> None:
+    """Remove Ray folders and shared memory of controllers that were killed before they could."""
+    for path in Path("/tmp").glob(f"{TEMPORARY_PREFIX}*"):
+        if _owner_is_dead(path.name.removeprefix(TEMPORARY_PREFIX)):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}*"):
+        if _owner_is_dead(path.name.removeprefix(SHARED_MEMORY_PREFIX)):
+            path.unlink(missing_ok=True)
+
+
+def _owner_is_dead(name: str) -> bool:
+    pid = name.split("-")[0]
+    return pid.isdigit() and not Path(f"/proc/{pid}").exists()
+
+
+def _processes_with(marker: bytes) -> list[int]:
+    found = []
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit() or int(path.name) == os.getpid():
+            continue
+        # Processes of others, and those that end while we look, cannot be read.
+        with suppress(OSError):
+            if marker in (path / "environ").read_bytes().split(b"\0") and _is_alive(path):
+                found.append(int(path.name))
+    return found
+
+
+def _is_alive(process_folder: Path) -> bool:
+    """False for a zombie, which only waits for its parent to read its exit code."""
+    state = (process_folder / "stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"
+
+
+def _remove_segments(prefix: str) -> None:
+    for path in Path("/dev/shm").glob(f"{prefix}*"):
+        path.unlink(missing_ok=True)
+
+
+def _posix_segments() -> set[Path]:
+    """Segments with the names Python's shared_memory gives; vLLM leaves some behind when it is killed."""
+    return set(Path("/dev/shm").glob("psm_*"))
+
+
+def _remove_unused_posix_segments(candidates: set[Path]) -> None:
+    mapped = "" if not candidates else _all_memory_maps()
+    for path in candidates:
+        if str(path) not in mapped:
+            path.unlink(missing_ok=True)
+
+
+def _all_memory_maps() -> str:
+    texts = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            texts.append(path.read_text(errors="replace"))
+    return "".join(texts)
+
+
+def identify_engines(engines: list[RemoteEngine], *, deadline_s: float) -> None:
+    """Wait until each engine's process runs, and learn its process id and node: errors then show its log."""
+    calls = [PendingCall(engine, "process start", engine.handle.__ray_call__.remote(_identity)) for engine in engines]
+    for engine, (pid, node) in zip(engines, gather(calls, deadline_s=deadline_s), strict=True):
+        engine.pid, engine.node = pid, node
+
+
+def await_engines(engines: list[RemoteEngine], *, deadline_s: float) -> list[dict[str, Any]]:
+    """Call `start` on each engine and wait until all have returned; returns what each returned."""
+    identify_engines([engine for engine in engines if engine.pid is None], deadline_s=deadline_s)
+    return gather([engine.submit("start", *engine.start_arguments) for engine in engines], deadline_s=deadline_s)
+
+
+def _identity(_actor: object) -> tuple[int, str]:
+    return os.getpid(), socket.gethostname()

@@ -1,0 +1,112 @@
+"""The place in the data: which rows come next, in an order that a resumed run continues exactly.
+
+The controllers take prompts and examples from here; the checkpoint holds `state()`. The order of an epoch is computed
+from the seed and the epoch's number alone, so the state is two numbers however long the run has been going on.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from slipstream.data.trajectory import IntArray, Prompt, PromptOccurrence
+from slipstream.errors import DataError
+
+
+class Tokenized(Protocol):
+    """What a cursor goes over: prompts, training examples."""
+
+    @property
+    def tokens(self) -> IntArray:
+        """Ids, one dimension."""
+
+
+Item = TypeVar("Item", bound=Tokenized)
+
+
+@dataclass(frozen=True)
+class Draw(Generic[Item]):
+    """An item drawn at one moment. `draw_id` is `"{epoch}-{position}"`: unique within a run."""
+
+    draw_id: str
+    item: Item
+
+
+def fingerprint(items: Sequence[Tokenized]) -> str:
+    """Changes if any item's tokens, or the order or number of items does."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(len(item.tokens).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(item.tokens, dtype=np.int64).tobytes())
+    return digest.hexdigest()
+
+
+class RowCursor(Generic[Item]):
+    """Draws items without end: every one once per epoch, in a new order each epoch if `shuffle`."""
+
+    def __init__(self, items: Sequence[Item], *, seed: int, shuffle: bool) -> None:
+        if not items:
+            raise DataError("there is no row to draw from")
+        self._items = items
+        self._seed = seed
+        self._shuffle = shuffle
+        self._fingerprint = fingerprint(items)
+        self._move_to(0, 0)
+
+    def take(self, count: int) -> list[Draw[Item]]:
+        """The next `count` items; crosses from one epoch into the next as often as needed."""
+        taken = []
+        for _ in range(count):
+            item = self._items[int(self._order[self._position])]
+            taken.append(Draw(draw_id=f"{self._epoch}-{self._position}", item=item))
+            self._position += 1
+            if self._position == len(self._items):
+                self._move_to(self._epoch + 1, 0)
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on from here; plain JSON. At an epoch's end it says where the next one begins."""
+        return {"fingerprint": self._fingerprint, "epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: dict[str, Any]) -> str | None:
+        """Go on where `state` was taken. The cursor must have been made with the same seed and shuffle.
+
+        A place in other data has no meaning here: the cursor then starts at the beginning, and the text of a warning
+        is returned.
+        """
+        if state["fingerprint"] != self._fingerprint:
+            self._move_to(0, 0)
+            return (
+                "the dataset is not the one the checkpoint was made with, or is rendered differently: starting from "
+                "its beginning"
+            )
+        self._move_to(state["epoch"], state["position"])
+        return None
+
+    def _move_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        if self._shuffle:
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._items))
+        else:
+            self._order = np.arange(len(self._items))
+
+
+class PromptCursor:
+    """A `RowCursor` over prompts, whose draws are prompt occurrences: the draw's id names the group."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        self._rows = RowCursor(prompts, seed=seed, shuffle=shuffle)
+
+    def take(self, count: int) -> list[PromptOccurrence]:
+        """The next `count` prompts, see `RowCursor.take`."""
+        return [PromptOccurrence(group_id=draw.draw_id, prompt=draw.item) for draw in self._rows.take(count)]
+
+    def state(self) -> dict[str, Any]:
+        """See `RowCursor.state`."""
+        return self._rows.state()
+
+    def restore(self, state: dict[str, Any]) -> str | None:
+        """See `RowCursor.restore`."""
+        return self._rows.restore(state)

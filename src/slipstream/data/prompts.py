@@ -1,0 +1,224 @@
+"""Rows become prompts: rendered once, tokenized once, and everything that is left out is counted.
+
+Stands between `data/source.py` and the cursor. The tokens made here are the ones the engine sees and the learner
+trains on; nothing tokenizes the text again. The pieces that conversations need as well (checking messages, putting
+the template and the system prompt around them, rendering) are here too.
+"""
+
+import unicodedata
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slipstream.config.schema import DataConfig
+from slipstream.data.source import Row, load_rows
+from slipstream.data.tokenizer import tokenize_plain
+from slipstream.data.trajectory import Prompt
+from slipstream.errors import ConfigError, DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+EMPTY = "empty prompt"
+TOO_LONG_PROMPT = "prompt longer than data.max_prompt_tokens"
+IN_EVALUATION = "also an evaluation prompt"
+MISSING_LABEL = "no label"
+SHOWN_ROWS = 5
+
+
+@dataclass
+class DropReport:
+    """Which rows were left out, and why. `dropped` maps a reason to the numbers of its rows in the source."""
+
+    total: int
+    dropped: dict[str, list[int]] = field(default_factory=dict)
+
+    def drop(self, row: int, reason: str) -> None:
+        """Count a row as left out."""
+        self.dropped.setdefault(reason, []).append(row)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows left out, by reason."""
+        return {reason: len(rows) for reason, rows in self.dropped.items()}
+
+    @property
+    def kept(self) -> int:
+        """Rows that are used."""
+        return self.total - sum(self.counts.values())
+
+    def __str__(self) -> str:
+        """As in '98 of 100 rows kept; dropped: 2 empty prompt (rows 3, 17)'."""
+        text = f"{self.kept} of {self.total} rows kept"
+        reasons = []
+        for reason, rows in self.dropped.items():
+            shown = ", ".join(str(row) for row in rows[:SHOWN_ROWS]) + (", ..." if len(rows) > SHOWN_ROWS else "")
+            reasons.append(f"{len(rows)} {reason} ({'row' if len(rows) == 1 else 'rows'} {shown})")
+        return f"{text}; dropped: {'; '.join(reasons)}" if reasons else text
+
+
+def build_prompts(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", *, exclude: Collection[str] = frozenset()
+) -> tuple[list[Prompt], DropReport]:
+    """The prompts of a source, in its order, and a report of the rows that are not among them.
+
+    Left out and counted: empty prompts, prompts of more than `max_prompt_tokens` (never cut), rows without the label
+    that `label_key` asks for, and rows whose `prompt_identity` is in `exclude`.
+
+    Raises DataError if a row cannot be read as a prompt or no row is left, ModelError if a chat template is needed
+    and the tokenizer has none, ConfigError if the keys of `config` contradict each other.
+    """
+    check_rendering(config, tokenizer)
+    rows = load_rows(config)
+    report = DropReport(total=len(rows))
+    prompts = []
+    for number, row in enumerate(rows):
+        reason = _reason_to_drop(number, row, config, exclude)
+        if reason is None:
+            tokens, text = render_prompt(number, row, config, tokenizer)
+            if len(tokens) <= config.max_prompt_tokens:
+                label = None if config.label_key is None else row[config.label_key]
+                prompts.append(Prompt(number, np.asarray(tokens, dtype=np.int64), text, label, row))
+                continue
+            reason = f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})"
+        report.drop(number, reason)
+    if not prompts:
+        raise DataError(f"data.source: no row of {config.source!r} is left to use: {report}")
+    return prompts, report
+
+
+def prompt_identity(row: Mapping[str, Any], prompt_key: str) -> str:
+    """What makes two rows the same question: their users' text, whatever the spacing, the columns and the template.
+
+    Training rows whose identity is that of an evaluation row are left out, see `evaluation_identities`.
+    """
+    value = row.get(prompt_key)
+    if isinstance(value, list):
+        value = " ".join(str(message["content"]) for message in value if message["role"] == "user")
+    return " ".join(unicodedata.normalize("NFC", str(value or "")).split())
+
+
+def evaluation_identities(config: DataConfig) -> frozenset[str]:
+    """The identities of all rows of a held-out source, to be given to `build_prompts` as `exclude`."""
+    rows = load_rows(config)
+    for number, row in enumerate(rows):
+        if isinstance(row.get(config.prompt_key), list):
+            checked_messages(number, row[config.prompt_key], config.prompt_key)
+    return frozenset(prompt_identity(row, config.prompt_key) for row in rows)
+
+
+def check_rendering(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ModelError or ConfigError if prompts cannot be rendered the way `config` says."""
+    if config.apply_chat_template and tokenizer.chat_template is None:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'!r} has no chat template; use an instruct model, "
+            "or set data.apply_chat_template to false to give the model the bare text of data.prompt_template"
+        )
+    if config.system_prompt is not None and not config.apply_chat_template:
+        raise ConfigError(
+            "data.system_prompt needs data.apply_chat_template: true; without a chat template write it into "
+            "data.prompt_template"
+        )
+
+
+def render_prompt(
+    number: int, row: Row, config: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[list[int], str]:
+    """Tokens and text of one row's prompt, ready for the model to go on from. `number` is named in errors."""
+    messages = prompt_messages(number, row, config)
+    if not config.apply_chat_template:
+        if isinstance(row[config.prompt_key], list):
+            raise DataError(
+                f"row {number}: {config.prompt_key!r} holds chat messages, which need data.apply_chat_template: true"
+            )
+        return tokenize_plain(tokenizer, messages[-1]["content"])
+    if messages[-1]["role"] == "assistant":
+        raise DataError(f"row {number}: the messages in {config.prompt_key!r} end with the assistant's, not a prompt")
+    text = render_messages(number, messages, tokenizer, add_generation_prompt=True)
+    # The template has written all special tokens there shall be, BOS among them: the tokenizer must not add its own.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]), text
+
+
+def prompt_messages(number: int, row: Row, config: DataConfig) -> list[Message]:
+    """The prompt column as chat messages, with `prompt_template` around the last user text and the system prompt."""
+    value = row[config.prompt_key]
+    if isinstance(value, str):
+        messages: list[Message] = [{"role": "user", "content": value}]
+    else:
+        messages = checked_messages(number, value, config.prompt_key)
+    last_user = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last_user is not None:
+        content = config.prompt_template.replace("{prompt}", messages[last_user]["content"])
+        messages[last_user] = {**messages[last_user], "content": content}
+    return with_system_prompt(number, messages, config)
+
+
+def with_system_prompt(number: int, messages: list[Message], config: DataConfig) -> list[Message]:
+    """`messages` after the configured system prompt. Raises DataError if the row brings one of its own."""
+    if config.system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise DataError(f"row {number} has a system message of its own; set data.system_prompt to null to use it")
+    return [{"role": "system", "content": config.system_prompt}, *messages]
+
+
+def checked_messages(number: int, value: object, column: str) -> list[Message]:
+    """A copy of a column's chat messages. Raises DataError if it is not a list of {role, content}."""
+    if not isinstance(value, list):
+        raise DataError(
+            f"row {number}: expected text or a list of chat messages in {column!r}, found {type(value).__name__}"
+        )
+    for position, message in enumerate(value):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not (isinstance(message.get("content"), str) or _is_tool_call(message))
+        ):
+            found = sorted(message) if isinstance(message, dict) else type(message).__name__
+            raise DataError(
+                f"row {number}: message {position} of {column!r} needs 'role' and 'content' as text, found {found}"
+            )
+    return [dict(message) for message in value]
+
+
+def _is_tool_call(message: Message) -> bool:
+    return message["role"] == "assistant" and bool(message.get("tool_calls"))
+
+
+def render_messages(
+    number: int, messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, add_generation_prompt: bool
+) -> str:
+    """Text of the messages by the tokenizer's chat template. Raises DataError if the template refuses them."""
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except (TemplateError, TypeError) as error:
+        raise DataError(f"row {number}: the tokenizer's chat template refuses the messages: {error}") from error
+    return str(text)
+
+
+def is_blank(value: object) -> bool:
+    """Whether a cell holds nothing: null, NaN, no items, or white space only."""
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, float):
+        return value != value
+    return value is None or (isinstance(value, (list, dict)) and not value)
+
+
+def _reason_to_drop(number: int, row: Row, config: DataConfig, exclude: Collection[str]) -> str | None:
+    value = row.get(config.prompt_key)
+    if not is_blank(value) and not isinstance(value, str):
+        checked_messages(number, value, config.prompt_key)
+    if is_blank(value) or not prompt_identity(row, config.prompt_key):
+        return EMPTY
+    if prompt_identity(row, config.prompt_key) in exclude:
+        return IN_EVALUATION
+    if config.label_key is not None and is_blank(row.get(config.label_key)):
+        return MISSING_LABEL
+    return None

@@ -1,0 +1,388 @@
+"""The rollout engine on vLLM's asynchronous API.
+
+An `AsyncLLM` in this process (the Ray actor) and vLLM's EngineCore, which holds the model, in a child of it. Requests
+go out as token ids and come back as token ids with the log-prob of each sampled token; weights never pass through
+this process (`vllm_worker.py` takes them inside the EngineCore).
+
+What it leaves out: in-flight weight updates keep what is under way, but every token of a response is stamped with the
+version in force when the response ends. While `max_staleness` is 0 nothing is under way during an update.
+"""
+
+import asyncio
+import os
+import pickle
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from slipstream.data.tokenizer import end_token_ids, load_tokenizer
+from slipstream.data.trajectory import FloatArray, IntArray, Sample
+from slipstream.errors import EngineError, SlipstreamError, WeightSyncError
+from slipstream.rollout.engine import UpdateGate, check_requests, check_tokens, response_limit
+from slipstream.rollout.messages import (
+    EngineStatistics,
+    GroupRequest,
+    GroupResult,
+    RolloutEngineSpec,
+    SamplingParameters,
+)
+from slipstream.weights.plan import WeightPlan
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Answer = TypeVar("Answer")
+
+# Longest wait for one answer of the EngineCore that is not generation: pausing, loading a bucket, closing.
+CORE_TIMEOUT_S = 600.0
+# Tokens of one forward pass on CPU. Larger is no faster; it bounds the memory of activations.
+CPU_TOKENS_PER_PASS = 4096
+# vLLM's default block on CPU has 128 tokens: prompts shorter than that would never be shared within a group.
+CPU_BLOCK_TOKENS = 32
+
+
+def vllm_environment(spec: RolloutEngineSpec) -> dict[str, str]:
+    """Environment variables that must be set before vLLM is imported: for the actor's `runtime_env`."""
+    environment = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if Path(spec.model_path).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    if spec.device == "cpu":
+        environment |= {
+            "OMP_NUM_THREADS": str(spec.threads),
+            # By default every engine would pin itself to the same first cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # With 0 and the executor "uni", model and scheduler share one process instead of two.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # vLLM compiles one small function of its sampler even in eager mode: 40 s when nothing is cached, for
+            # nothing.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    return environment
+
+
+class VLLMEngine:
+    """A `RolloutEngine` on vLLM. Construct it in the process whose environment is `vllm_environment(spec)`."""
+
+    def __init__(self, spec: RolloutEngineSpec) -> None:
+        self._spec = spec
+        self._engine: AsyncLLM | None = None
+        self._gate = UpdateGate()
+        self._calls = 0
+        self._under_way = 0
+        self._version = 0
+        self._plan: WeightPlan | None = None
+        self._end_tokens: tuple[int, ...] = ()
+        self._vocabulary_size = 0
+        self._generated_tokens = 0
+        self._busy_seconds = 0.0
+
+    async def start(self) -> dict[str, Any]:
+        """Import vLLM, start the EngineCore and load the model. See `RolloutEngine.start`."""
+        began = time.monotonic()
+        tokenizer = load_tokenizer(self._spec.model_path)
+        self._end_tokens = end_token_ids(self._spec.model_path, tokenizer)
+        try:
+            # Not in a thread: the kernel kills the EngineCore when the thread that started it ends.
+            self._engine = _start_engine(self._spec)
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"{self._name} did not start on model {self._spec.model_path!r}: {_first_line(error)}; the lines above "
+                f"are vLLM's own log"
+            ) from error
+        self._vocabulary_size = self._engine.model_config.get_vocab_size()
+        core_processes = await self._worker_call("slipstream_die_with_parent", os.getpid())
+        return {
+            "engine": "vllm",
+            "seconds": time.monotonic() - began,
+            "pid": os.getpid(),
+            "core_processes": core_processes,
+            "end_token_ids": list(self._end_tokens),
+            "vocabulary_size": self._vocabulary_size,
+            "memory_bytes": _memory_bytes(),
+        }
+
+    async def generate(
+        self, requests: Sequence[GroupRequest], sampling: SamplingParameters
+    ) -> AsyncIterator[GroupResult]:
+        """See `RolloutEngine.generate`."""
+        self._running()
+        check_requests(requests, sampling, self._spec, vocabulary_size=self._vocabulary_size)
+        began = time.monotonic()
+        tasks: list[asyncio.Task[GroupResult]] = []
+        try:
+            tasks = await self._admit(requests, sampling)
+            self._under_way += len(tasks)
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._under_way -= len(tasks)
+            self._busy_seconds += time.monotonic() - began
+
+    async def begin_update(self) -> None:
+        """See `RolloutEngine.begin_update`."""
+        engine = self._running()
+        await self._gate.begin_update()
+        await self._answer(engine.pause_generation(mode="keep", clear_cache=True), "pausing")
+        await self._worker_call("slipstream_begin_update")
+
+    async def load_bucket(self, plan: WeightPlan, index: int) -> dict[str, int]:
+        """See `RolloutEngine.load_bucket`."""
+        try:
+            if plan != self._plan:
+                await self._worker_call("slipstream_open_channel", pickle.dumps(plan), self._spec.engine_index)
+                self._plan = plan
+            [checksums, *_] = await self._worker_call("slipstream_load_bucket", index)
+        except SlipstreamError as error:
+            failure = f"{self._name}: bucket {index} of the weight plan could not be loaded: {error}"
+            self._gate.end_update(failure)
+            raise WeightSyncError(failure) from error
+        return dict(checksums)
+
+    async def finish_update(self, version: int) -> None:
+        """See `RolloutEngine.finish_update`."""
+        engine = self._running()
+        [missing, *_] = await self._worker_call("slipstream_finish_update")
+        if missing:
+            failure = (
+                f"{self._name}: buckets {missing} of the weight plan were not loaded before finish_update; part of the "
+                f"weights is still that of version {self._version}"
+            )
+            self._gate.end_update(failure)
+            raise WeightSyncError(failure)
+        await self.reset_prefix_cache()
+        self._version = version
+        await self._answer(engine.resume_generation(), "resuming")
+        self._gate.end_update()
+
+    async def probe(self, tokens: IntArray) -> FloatArray:
+        """See `RolloutEngine.probe`. Requests with prompt log-probs do not read the prefix cache."""
+        from vllm import SamplingParams
+
+        engine = self._running()
+        check_tokens(tokens, self._spec, where=f"{self._name}, probe", vocabulary_size=self._vocabulary_size)
+        parameters = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
+        self._calls += 1
+        async with self._gate.generating():
+            output = await self._answer(_final_output(engine, tokens, parameters, f"probe-{self._calls}"), "the probe")
+        log_probs = [
+            position[int(token)].logprob for token, position in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+        return np.asarray(log_probs, dtype=np.float32)
+
+    async def reset_prefix_cache(self) -> None:
+        """See `RolloutEngine.reset_prefix_cache`."""
+        if not await self._answer(self._running().reset_prefix_cache(), "clearing the prefix cache"):
+            raise EngineError(f"{self._name}: vLLM could not clear its prefix cache, as sequences are still using it")
+
+    async def statistics(self) -> EngineStatistics:
+        """See `RolloutEngine.statistics`."""
+        return EngineStatistics(
+            policy_version=self._version,
+            generated_tokens=self._generated_tokens,
+            busy_seconds=self._busy_seconds,
+            memory_bytes=_memory_bytes(),
+        )
+
+    async def shutdown(self) -> None:
+        """See `RolloutEngine.shutdown`."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+
+    async def _admit(
+        self, requests: Sequence[GroupRequest], sampling: SamplingParameters
+    ) -> list[asyncio.Task[GroupResult]]:
+        """Hand all requests to a paused engine, then let it go: the first step sees every one of them."""
+        engine = self._running()
+        async with self._gate.generating():
+            # What is in the prefix cache changes how a prompt is cut into passes, and so the last bits of log-probs.
+            await self._answer(
+                engine.pause_generation(mode="keep", clear_cache=self._under_way == 0), "pausing to admit requests"
+            )
+            self._calls += 1
+            admitted = [asyncio.Event() for _ in requests]
+            tasks = [
+                asyncio.ensure_future(self._group(request, sampling, event))
+                for request, event in zip(requests, admitted, strict=True)
+            ]
+            try:
+                await self._answer(asyncio.gather(*(event.wait() for event in admitted)), "admitting requests")
+            finally:
+                await self._answer(engine.resume_generation(), "resuming")
+        return tasks
+
+    async def _group(self, request: GroupRequest, sampling: SamplingParameters, admitted: asyncio.Event) -> GroupResult:
+        """Put one request to the engine and wait for the last of its responses."""
+        began = time.monotonic()
+        engine = self._running()
+        parameters = self._parameters(request, sampling)
+        identifier = f"{self._calls}-{request.group_id}"
+        try:
+            output = await _final_output(engine, request.prompt_tokens, parameters, identifier, admitted)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"{self._name} failed (generating group {request.group_id}): {_first_line(error)}"
+            ) from error
+        finally:
+            admitted.set()
+        seconds = time.monotonic() - began
+        samples = [self._sample(completion, seconds) for completion in output.outputs]
+        self._generated_tokens += sum(len(sample.tokens) for sample in samples)
+        return GroupResult(group_id=request.group_id, samples=samples, seconds=seconds)
+
+    def _parameters(self, request: GroupRequest, sampling: SamplingParameters) -> "SamplingParams":
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=request.samples,
+            # vLLM gives sample i the seed `seed + i`.
+            seed=request.seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=response_limit(request, sampling, self._spec),
+            stop_token_ids=list(self._end_tokens),
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            # Text is only made where a stop string must be found in it.
+            detokenize=bool(sampling.stop),
+            # The sampled token's log-prob and no others, in one flat list.
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _sample(self, completion: Any, seconds: float) -> Sample:
+        if completion.finish_reason not in ("stop", "length"):
+            raise EngineError(
+                f"{self._name}: vLLM ended a response with {completion.finish_reason!r}, expected 'stop' or 'length'"
+            )
+        tokens = np.asarray(completion.token_ids, dtype=np.int64)
+        return Sample(
+            tokens=tokens,
+            log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+            versions=np.full(len(tokens), self._version, dtype=np.int64),
+            finish_reason=completion.finish_reason,
+            seconds=seconds,
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"rollout engine {self._spec.engine_index} (vllm)"
+
+    def _running(self) -> "AsyncLLM":
+        if self._engine is None:
+            raise EngineError(f"{self._name} is not running: start() has not been called, or shutdown() has")
+        return self._engine
+
+    async def _worker_call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the worker extension; returns the answer of each worker."""
+        answers = await self._answer(self._running().collective_rpc(method, args=arguments), method)
+        return list(answers)
+
+    async def _answer(self, waiting: Awaitable[Answer], what: str) -> Answer:
+        """Wait for the EngineCore, with a deadline and an error that says what it was about."""
+        try:
+            return await asyncio.wait_for(waiting, CORE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self._name}: vLLM's EngineCore did not answer within {CORE_TIMEOUT_S:.0f} s ({what})"
+            ) from error
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{self._name} failed ({what}): {_first_line(error)}") from error
+
+
+def _start_engine(spec: RolloutEngineSpec) -> "AsyncLLM":
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    settings: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_sequence_tokens,
+        "max_num_seqs": spec.max_concurrent_sequences,
+        "enable_prefix_caching": True,
+        # Log-probs of the distribution that is sampled: vLLM's default leaves the temperature out.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "slipstream.rollout.vllm_worker.WeightUpdateExtension",
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if spec.device == "cpu":
+        settings |= {
+            "enforce_eager": True,
+            "block_size": CPU_BLOCK_TOKENS,
+            "kv_cache_memory_bytes": spec.kv_cache_bytes,
+            "distributed_executor_backend": "uni",
+            # A prompt is never cut over two passes: with seeds of their own, sequences that are not at their end after
+            # a pass have their random state set back, which the CPU's generator cannot, and the EngineCore dies.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_TOKENS_PER_PASS, spec.max_sequence_tokens, spec.max_concurrent_sequences),
+        }
+    else:
+        settings["gpu_memory_utilization"] = spec.gpu_memory_share
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**(settings | spec.options)))
+
+
+async def _final_output(
+    engine: "AsyncLLM",
+    tokens: IntArray,
+    parameters: "SamplingParams",
+    identifier: str,
+    admitted: asyncio.Event | None = None,
+) -> Any:
+    """Put a prompt to the engine, say when it has been admitted, and wait for the one output that is final."""
+    from vllm.inputs import TokensPrompt
+
+    queue = await engine.add_request(identifier, TokensPrompt(prompt_token_ids=tokens.tolist()), parameters)
+    try:
+        if admitted is not None:
+            admitted.set()
+        output = queue.get_nowait() or await queue.get()
+        while not output.finished:
+            output = queue.get_nowait() or await queue.get()
+        return output
+    except asyncio.CancelledError:
+        await engine.abort(queue.request_id, internal=True)
+        raise
+    finally:
+        queue.close()
+
+
+def _memory_bytes() -> int:
+    """Resident memory of this process and its descendants: the EngineCore and its workers."""
+    import psutil
+
+    process = psutil.Process()
+    total = int(process.memory_info().rss)
+    for child in process.children(recursive=True):
+        try:
+            total += int(child.memory_info().rss)
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,110 @@
+"""What runs inside vLLM's worker process: taking new weights, and dying with the engine that started it.
+
+vLLM mixes this class into its worker (`worker_extension_cls`); `VLLMEngine` calls the methods by name through
+`collective_rpc`. Weights go through vLLM's layer-wise reload, which gives each layer its original parameters back,
+collects what is loaded into them, and repeats the processing (packing for the CPU's matrix kernels, quantization)
+that was done when the model was first loaded.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import WeightSyncError
+from slipstream.rollout.engine import missing_buckets
+from slipstream.weights.channel import WeightReceiver, open_receiver
+from slipstream.weights.checksum import tensor_checksum
+from slipstream.weights.plan import WeightPlan
+
+if TYPE_CHECKING:
+    import torch
+
+PR_SET_PDEATHSIG = 1
+
+
+class WeightUpdateExtension:
+    """Methods added to a vLLM worker. All names start with `slipstream_`, so as not to shadow vLLM's own."""
+
+    if TYPE_CHECKING:
+        # What vLLM's worker has.
+        vllm_config: Any
+        model_config: Any
+        model_runner: Any
+
+    _plan: WeightPlan | None = None
+    _receiver: WeightReceiver | None = None
+    _is_updating = False
+    _loaded: set[int]
+
+    def slipstream_die_with_parent(self, engine_process: int) -> int:
+        """Have the kernel kill this process when its parent ends, however that ends. Returns this process's id.
+
+        `engine_process` is the id of the process of `VLLMEngine`: where it is the parent but is already gone, leave.
+        """
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        if os.getppid() == 1 and engine_process != 1:
+            os._exit(1)
+        return os.getpid()
+
+    def slipstream_begin_update(self) -> None:
+        """Give every layer its original parameters back, ready to be loaded."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self._is_updating:
+            # What the reload has collected for an update that was broken off must not count for this one.
+            self.slipstream_finish_update()
+        self._is_updating = True
+        self._loaded = set()
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.model)
+
+    def slipstream_open_channel(self, pickled_plan: bytes, receiver_index: int) -> None:
+        """Make ready to receive the buckets of a plan. Bytes, since vLLM's messages carry no objects of ours."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._plan = pickle.loads(pickled_plan)
+        self._receiver = open_receiver(self._plan, receiver_index)
+
+    def slipstream_load_bucket(self, index: int) -> dict[str, int]:
+        """Receive one bucket and load it; returns the checksum of each tensor as it arrived."""
+        from vllm.config import set_current_vllm_config
+
+        if self._plan is None or self._receiver is None:
+            raise WeightSyncError("no weight plan: slipstream_open_channel comes before slipstream_load_bucket")
+        tensors: list[tuple[str, torch.Tensor]] = []
+        checksums = {}
+        for name, tensor in self._receiver.receive(self._plan.buckets[index]):
+            # The layer-wise reload holds on to a tensor until its layer is complete, which may be buckets later, when
+            # the channel's buffer has been filled again: hence a copy. The checksum is of the copy.
+            tensors.append((name, tensor.clone()))
+            checksums[name] = tensor_checksum(tensors[-1][1])
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.model.load_weights(iter(tensors))
+        self._loaded.add(index)
+        return checksums
+
+    def slipstream_finish_update(self) -> list[int]:
+        """Process what was loaded and put it in force; returns the buckets of the plan that never came.
+
+        A layer that got nothing has its old weights again. The caller does not go on if a bucket is missing.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.platforms import current_platform
+
+        model = self.model_runner.model
+        self._is_updating = False
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_config)
+            if current_platform.is_cpu():
+                # A head tied to the embedding is no layer with weights of its own to the reload, so the copy of them
+                # that is packed for the CPU's matrix kernels would stay the old one.
+                for module in model.modules():
+                    if isinstance(module, ParallelLMHead):
+                        module.quant_method.process_weights_after_loading(module)
+        return missing_buckets(self._plan, self._loaded)

@@ -1,0 +1,158 @@
+"""What a learner writes to disk: a checkpoint to go on from, and a Hugging Face folder to use.
+
+The caller gives a fresh folder and makes it permanent afterwards (write aside, fsync, rename); nothing here renames.
+A checkpoint holds DeepSpeed's own files (weights, optimizer), the random states of every rank, and a description that
+is compared before anything is loaded.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as distributed
+
+from slipstream.errors import RunDirectoryError, TrainingError
+
+DEEPSPEED_TAG = "engine"
+DESCRIPTION_FILE = "learner.json"
+
+# Files beside the weights that a folder needs to be served: copied, because loading and saving would change them.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+# How torch words a write that the file system refused; it raises RuntimeError without errno.
+TORCH_WRITE_FAILURES = ("PytorchStreamWriter", "file write failed", "unexpected pos", "write failed")
+
+
+@contextmanager
+def storage_errors(folder: Path, what: str) -> Iterator[None]:
+    """Turn a failed write into a TrainingError that names the folder and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(_storage_message(folder, what, error.strerror or str(error))) from error
+    except Exception as error:
+        # safetensors has an exception type of its own, which carries the system's words.
+        if not any(words in str(error) for words in (*TORCH_WRITE_FAILURES, "os error", "I/O error")):
+            raise
+        raise TrainingError(_storage_message(folder, what, str(error).splitlines()[0])) from error
+
+
+def _storage_message(folder: Path, what: str, reason: str) -> str:
+    return f"cannot write {what} to {folder}: {reason}; free space there or choose another output_dir, then resume"
+
+
+def save_checkpoint(engine: Any, folder: Path, *, description: dict[str, Any]) -> None:
+    """Write the state of one rank; all ranks must call it with the same folder. Raises TrainingError if it fails."""
+    with storage_errors(folder, "a checkpoint"):
+        folder.mkdir(parents=True, exist_ok=True)
+        engine.save_checkpoint(str(folder), tag=DEEPSPEED_TAG, save_latest=False)
+        torch.save(_random_states(), folder / _random_state_file(distributed.get_rank()))
+        if distributed.get_rank() == 0:
+            (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=1))
+    distributed.barrier()
+
+
+def load_checkpoint(engine: Any, folder: Path, *, description: dict[str, Any]) -> dict[str, Any]:
+    """Read what `save_checkpoint` wrote into this rank; returns its description.
+
+    `description` is that of the learner being loaded into; the keys both have must agree, except `optimizer_step`.
+    Raises RunDirectoryError for a folder that is no checkpoint or one of another learner.
+    """
+    file = folder / DESCRIPTION_FILE
+    if not file.is_file():
+        raise RunDirectoryError(f"no learner checkpoint in {folder}: {DESCRIPTION_FILE} is missing")
+    saved = json.loads(file.read_text())
+    _compare(saved, description, folder)
+    loaded, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_lr_scheduler_states=False)
+    if loaded is None:
+        raise RunDirectoryError(f"the learner checkpoint in {folder} lacks DeepSpeed's files in {DEEPSPEED_TAG}/")
+    states = torch.load(folder / _random_state_file(distributed.get_rank()), weights_only=False)
+    _restore_random_states(states)
+    return saved
+
+
+def _compare(saved: dict[str, Any], current: dict[str, Any], folder: Path) -> None:
+    for key, words in (("ranks", "ranks"), ("zero_stage", "ZeRO stage"), ("dtype", "type")):
+        if saved[key] != current[key]:
+            raise RunDirectoryError(
+                f"checkpoint {folder} was written with {words} {saved[key]}, this run has {words} {current[key]}; "
+                f"resume with the configuration it was written with"
+            )
+    names = [*saved["shapes"], *(name for name in current["shapes"] if name not in saved["shapes"])]
+    for name in names:
+        before, now = saved["shapes"].get(name), current["shapes"].get(name)
+        if before != now:
+            raise RunDirectoryError(
+                f"checkpoint {folder} belongs to another model: weight {name!r} has shape {before or 'none'} there and "
+                f"{now or 'none'} in {current['model_path']}; it was written for {saved['model_path']}"
+            )
+
+
+def export_model(model: Any, folder: Path, *, state: dict[str, torch.Tensor], model_path: str) -> None:
+    """Write a Hugging Face folder that Transformers and vLLM load: weights, configuration, tokenizer files.
+
+    `state` holds the weights by Hugging Face name; the rest comes from `model_path` as it is there. Called on rank 0.
+    """
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.utils import cached_file
+
+    with storage_errors(folder, "the exported model"):
+        folder.mkdir(parents=True, exist_ok=True)
+        generation_config = model.generation_config
+        # Real models ship generation settings that saving refuses; the file is copied instead.
+        model.generation_config = GenerationConfig()
+        try:
+            model.save_pretrained(folder, state_dict=state)
+        finally:
+            model.generation_config = generation_config
+        # Training runs with dropout and cache switched off; the export has them as the original.
+        config = AutoConfig.from_pretrained(model_path)
+        config.architectures = [type(model).__name__]
+        config.dtype = model.dtype
+        config.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        for name in TOKENIZER_FILES:
+            source = cached_file(
+                model_path,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            if source is not None:
+                shutil.copyfile(source, folder / name)
+
+
+def _random_state_file(rank: int) -> str:
+    return f"random_state_rank_{rank}.pt"
+
+
+def _random_states() -> dict[str, Any]:
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,40 @@
+"""The DeepSpeed configuration of a learner: a pure function of the training configuration."""
+
+from typing import Any
+
+from slipstream.config.schema import TrainingConfig
+from slipstream.errors import ConfigError
+
+# Elements per collective. DeepSpeed's default of 500 million allocates gigabytes of buffers whatever the model.
+BUCKET_ELEMENTS = 1 << 24
+
+
+def deepspeed_config(training: TrainingConfig, *, dtype: str, device: str) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given.
+
+    Micro-batches, the learning rate and the denominator of the loss are the learner's own business: DeepSpeed is told
+    of one micro-batch of one sample and has no scheduler. Raises ConfigError for a combination it cannot train.
+    """
+    if training.zero_stage == 0 and dtype == "bfloat16":
+        raise ConfigError(
+            "training.zero_stage: 0 cannot train bfloat16 weights, because DeepSpeed keeps no float32 copy of them; "
+            "use 1, 2 or 3, or model.dtype float32"
+        )
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": training.gradient_clip,
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": training.zero_stage,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+            # Communication beside computation needs streams, which a CPU does not have.
+            "overlap_comm": device == "cuda",
+        },
+    }
+    if dtype == "bfloat16":
+        config["bf16"] = {"enabled": True}
+        # Gradients of micro-batches are added up in float32: in bfloat16 small ones would be lost.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config

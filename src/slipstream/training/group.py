@@ -1,0 +1,101 @@
+"""The learner as the loop sees it: one object, whatever the number of ranks.
+
+Cuts a batch into micro-batches, gives every rank its share, calls all ranks at once and waits for all with a
+deadline. Every rank gets the same number of micro-batches, so that collectives always meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cluster.calls import PendingCall, RemoteEngine, gather
+from slipstream.data.packing import plan_micro_batches
+from slipstream.data.trajectory import FloatArray, IntArray, TrainingExample
+
+if TYPE_CHECKING:
+    from slipstream.algorithms.objective import Objective
+    from slipstream.weights.plan import ChannelAddress, WeightPlan
+
+
+class LearnerGroup:
+    """All ranks of the learner. Every method is called by the controller."""
+
+    def __init__(self, ranks: Sequence[RemoteEngine], *, tokens_per_micro_batch: int, call_timeout_s: float) -> None:
+        self.ranks = list(ranks)
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.call_timeout_s = call_timeout_s
+
+    def update(self, optimizer_steps: Sequence[Sequence[TrainingExample]], objective: Objective) -> dict[str, Any]:
+        """One optimizer step over each list of examples, in their order; returns the metrics of all together."""
+        return merge_step_metrics([self._on_shares("update", examples, objective)[0] for examples in optimizer_steps])
+
+    def loss(self, examples: Sequence[TrainingExample], objective: Objective) -> dict[str, Any]:
+        """The metrics of `update` without an update: for held-out data."""
+        return self._on_shares("loss", examples, objective)[0]
+
+    def log_probs(self, role: str, examples: Sequence[TrainingExample]) -> dict[str, FloatArray]:
+        """Log-probs under the policy or the reference, by example id; one value for each loss token."""
+        merged: dict[str, FloatArray] = {}
+        for part in self._on_shares("log_probs", examples, role):
+            merged |= part
+        return merged
+
+    def probe(self, tokens: IntArray) -> FloatArray:
+        """Log-probs at temperature 1 of tokens[1:], each given what precedes it."""
+        return self._on_all("probe", tokens)[0]
+
+    def weight_plan(self, bucket_bytes: int, channel: ChannelAddress) -> WeightPlan:
+        """Which tensor travels in which bucket."""
+        return self._on_all("weight_plan", bucket_bytes, channel)[0]
+
+    def submit_fill_bucket(self, index: int) -> list[PendingCall]:
+        """Put one bucket of weights on its way; rank 0's call returns the checksum of each tensor in it."""
+        return [rank.submit("fill_bucket", index) for rank in self.ranks]
+
+    def save(self, folder: Path) -> None:
+        """Write everything that training needs to go on bit for bit."""
+        self._on_all("save", str(folder))
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+        self._on_all("load", str(folder))
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        self._on_all("export", str(folder))
+
+    def _on_shares(self, method: str, examples: Sequence[TrainingExample], argument: Any) -> list[Any]:
+        plan = plan_micro_batches(
+            [len(example.tokens) for example in examples],
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            ranks=len(self.ranks),
+        )
+        calls = []
+        for rank, share in zip(self.ranks, plan, strict=True):
+            micro_batches = [[examples[index] for index in micro_batch] for micro_batch in share]
+            arguments = (argument, micro_batches) if method == "log_probs" else (micro_batches, argument)
+            calls.append(rank.submit(method, *arguments))
+        return gather(calls, deadline_s=self.call_timeout_s)
+
+    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
+        return gather([rank.submit(method, *arguments) for rank in self.ranks], deadline_s=self.call_timeout_s)
+
+
+def merge_step_metrics(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Metrics of several optimizer steps as one: `_max` the largest, counts summed, the last rate, else the mean."""
+    merged: dict[str, Any] = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps]
+        if name in ("tokens", "skipped", "seconds"):
+            merged[name] = sum(values)
+        elif name == "nonfinite_examples":
+            merged[name] = [example for value in values for example in value]
+        elif name.endswith("_max"):
+            merged[name] = max(values)
+        elif name == "learning_rate":
+            merged[name] = values[-1]
+        else:
+            merged[name] = sum(values) / len(values)
+    return merged

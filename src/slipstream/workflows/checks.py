@@ -1,0 +1,267 @@
+"""Checks made before anything starts: files exist and can be read, columns exist, lengths fit the model.
+
+They need the file system and nothing heavy, so a dry run makes them too. Names on the hub are left to load time,
+and so is running any of the user's code.
+"""
+
+import difflib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.base import Section
+from slipstream.config.loader import dump_config, pipeline_stages
+from slipstream.config.schema import (
+    DataConfig,
+    EvaluateConfig,
+    EvaluationConfig,
+    PipelineConfig,
+    RewardConfig,
+    RLConfig,
+    RolloutConfig,
+    SFTConfig,
+)
+from slipstream.data.source import FILE_TYPES, REASONING_GYM_PREFIX, check_columns, load_rows
+from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
+from slipstream.observe.run_directory import RunDirectory, differing_keys, parse_config
+from slipstream.rewards.function import check_reward_spec
+from slipstream.workflows.model_facts import (
+    has_chat_template,
+    local_folder,
+    looks_like_path,
+    read_model_facts,
+)
+
+WHOLE_FILE_BYTES = 64 << 20
+"""Data up to this size is read whole here; of larger JSON lines only the first `SAMPLE_BYTES`."""
+SAMPLE_BYTES = 1 << 20
+SHOWN_KEYS = 8
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+REASONING_GYM_COLUMNS = ("question", "answer", "metadata")
+
+Workflow = RLConfig | SFTConfig | EvaluateConfig | PipelineConfig
+
+
+def check_config(config: Workflow, *, reward: Callable[..., Any] | None = None) -> None:
+    """Everything that can be known to be wrong before the run starts; the first problem raises.
+
+    `reward`: a function given from Python, in place of `reward.function`. Raises RunDirectoryError, ModelError,
+    DataError or ConfigError with a message that names the key.
+    """
+    check_output_dir(config)
+    if isinstance(config, PipelineConfig):
+        _check_pipeline(config, reward=reward)
+        return
+    check_model(config)
+    check_lengths(config, model_limit(config.model.path))
+    _check_sources(config, prefix="", reward=reward)
+
+
+def check_output_dir(config: Workflow) -> None:
+    """Raise RunDirectoryError where `output_dir` is a file, cannot be written, or holds a run already."""
+    path = Path(config.output_dir)
+    if path.exists() and not path.is_dir():
+        raise RunDirectoryError(f"output_dir {path} is a file; choose another output_dir")
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise RunDirectoryError(f"output_dir {path} cannot be made: no permission to write in {existing}")
+    if not (path / "config.yaml").exists():
+        return
+    run = RunDirectory.open(path)
+    differing = differing_keys(parse_config(run.config_text), parse_config(dump_config(config)))
+    if differing:
+        shown = ", ".join(differing[:SHOWN_KEYS])
+        more = f" and {len(differing) - SHOWN_KEYS} more" if len(differing) > SHOWN_KEYS else ""
+        raise RunDirectoryError(
+            f"output_dir {path} holds a run with another configuration (differing: {shown}{more}); "
+            "choose another output_dir"
+        )
+    if run.finished:
+        raise RunDirectoryError(f"output_dir {path} holds this very run, finished; choose another output_dir")
+    raise RunDirectoryError(
+        f"output_dir {path} holds this very run, unfinished; go on with `slipstream resume {path}`, "
+        "or choose another output_dir"
+    )
+
+
+def check_model(config: RLConfig | SFTConfig | EvaluateConfig) -> None:
+    """Raise ModelError where a local model folder lacks configuration, weights, tokenizer or chat template."""
+    path = config.model.path
+    folder = Path(path)
+    if folder.is_file():
+        hint = f"; convert it with `slipstream import-gguf {path} FOLDER`" if folder.suffix == ".gguf" else ""
+        raise ModelError(f"model.path: {path!r} is a file, expected a Hugging Face model folder{hint}")
+    if not folder.is_dir():
+        if looks_like_path(path):
+            raise ModelError(f"model.path: no folder {path!r}; expected a Hugging Face model folder or a hub name")
+        return
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path: folder {path!r} has no config.json; expected a Hugging Face model folder")
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ModelError(f"model.path: folder {path!r} has no weights; expected {' or '.join(WEIGHT_PATTERNS)}")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"model.path: folder {path!r} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}: save it "
+            "there with tokenizer.save_pretrained"
+        )
+    read_model_facts(folder)
+    for key, data in _data_of(config):
+        if data.apply_chat_template and not has_chat_template(folder):
+            raise ModelError(
+                f"model.path: the tokenizer in {path!r} has no chat template; use a chat model, or set "
+                f"{key}.apply_chat_template false and write the prompt with {key}.prompt_template"
+            )
+
+
+def model_limit(path: str) -> int | None:
+    """The longest sequence a model takes, from its config.json; None where that is not known here."""
+    folder = local_folder(path)
+    return None if folder is None else read_model_facts(folder).max_tokens
+
+
+def check_lengths(config: RLConfig | SFTConfig | EvaluateConfig, limit: int | None, *, prefix: str = "") -> None:
+    """Raise ConfigError where the longest sequence would not fit the `limit` tokens the model takes."""
+    if limit is None:
+        return
+    if isinstance(config, SFTConfig):
+        if config.max_tokens > limit:
+            raise ConfigError(
+                f"{prefix}max_tokens ({config.max_tokens}) exceeds the {limit} tokens the model takes "
+                "(max_position_embeddings)"
+            )
+        return
+    rollout: RolloutConfig = config.rollout
+    for key, data in _data_of(config):
+        total = data.max_prompt_tokens + rollout.max_response_tokens
+        if total > limit:
+            raise ConfigError(
+                f"{prefix}{key}.max_prompt_tokens ({data.max_prompt_tokens}) + {prefix}rollout.max_response_tokens "
+                f"({rollout.max_response_tokens}) = {total} exceeds the {limit} tokens the model takes "
+                "(max_position_embeddings)"
+            )
+
+
+def check_data(config: DataConfig, *, key: str = "data") -> None:
+    """Raise DataError where a local source is missing, empty, unreadable, or lacks a column. `key`: its section."""
+    try:
+        path = Path(config.source).expanduser()
+        if config.source.startswith(REASONING_GYM_PREFIX):
+            _check_task(config)
+        elif path.exists() and _size_of_data(path) > WHOLE_FILE_BYTES:
+            _check_sample(path, config)
+        elif path.exists() or _can_only_be_file(config.source):
+            load_rows(config)
+    except DataError as error:
+        # The data section does not know where it stands in the configuration.
+        fields = "|".join(DataConfig.model_fields)
+        raise DataError(re.sub(rf"\bdata\.(?=(?:{fields})\b)", f"{key}.", str(error))) from None
+
+
+def count_rows(config: DataConfig) -> int | None:
+    """Rows of a data source, None where only loading tells: a hub data set, or files too large to read here."""
+    if config.source.startswith(REASONING_GYM_PREFIX):
+        return config.rows
+    path = Path(config.source).expanduser()
+    if not path.exists() or _size_of_data(path) > WHOLE_FILE_BYTES:
+        return None
+    return len(load_rows(config))
+
+
+def _check_pipeline(config: PipelineConfig, *, reward: Callable[..., Any] | None) -> None:
+    sft, rl = pipeline_stages(config)
+    for name, stage in (("sft", sft), ("rl", rl)):
+        check_lengths(stage, config.policy.max_tokens, prefix=f"{name}.")
+        _check_sources(stage, prefix=f"{name}.", reward=reward)
+
+
+def _check_sources(
+    config: RLConfig | SFTConfig | EvaluateConfig, *, prefix: str, reward: Callable[..., Any] | None
+) -> None:
+    for key, data in _data_of(config):
+        check_data(data, key=f"{prefix}{key}")
+    if isinstance(config, RLConfig | EvaluateConfig) and reward is None:
+        _check_reward(config.reward, prefix=prefix)
+
+
+def _check_reward(config: RewardConfig, *, prefix: str) -> None:
+    if config.function is None:
+        raise ConfigError(
+            f"{prefix}reward.function: missing; expected 'module:function', 'path/to/file.py:function' or the name of "
+            "a built-in rule"
+        )
+    try:
+        check_reward_spec(config.function)
+    except SlipstreamError as error:
+        raise type(error)(f"{prefix}{error}") from None
+
+
+def _data_of(config: Section) -> Iterator[tuple[str, DataConfig]]:
+    """The data sections of a workflow by key."""
+    if isinstance(config, RLConfig | SFTConfig):
+        yield "data", config.data
+    if isinstance(config, SFTConfig) and config.evaluation_data is not None:
+        yield "evaluation_data", config.evaluation_data
+    evaluation = getattr(config, "evaluation", None)
+    if isinstance(evaluation, EvaluationConfig) and evaluation.data is not None:
+        yield "evaluation.data", evaluation.data
+
+
+def _can_only_be_file(source: str) -> bool:
+    return looks_like_path(source) or Path(source).suffix.lower() in FILE_TYPES
+
+
+def _size_of_data(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.suffix.lower() in FILE_TYPES)
+
+
+def _check_sample(path: Path, config: DataConfig) -> None:
+    """The first lines of a file too large to be read here. Folders and other types wait for load time."""
+    if not path.is_file() or path.suffix.lower() != ".jsonl":
+        return
+    with path.open("rb") as stream:
+        lines = stream.read(SAMPLE_BYTES).split(b"\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
+        if isinstance(row, dict):
+            rows.append(row)
+    if rows:
+        check_columns(rows, config)
+
+
+def _check_task(config: DataConfig) -> None:
+    task = config.source.removeprefix(REASONING_GYM_PREFIX)
+    known = reasoning_gym_tasks()
+    if known and task not in known:
+        near = difflib.get_close_matches(task, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise DataError(f"data.source: reasoning-gym has no task {task!r}{hint} ({len(known)} tasks known)")
+    check_columns([dict.fromkeys(REASONING_GYM_COLUMNS)], config)
+
+
+@lru_cache(maxsize=1)
+def reasoning_gym_tasks() -> Sequence[str]:
+    """Names of the installed tasks, read from the package's source: importing it takes several seconds.
+
+    Empty where they are not found that way; load time then has the last word.
+    """
+    package = importlib.util.find_spec("reasoning_gym")
+    if package is None or not package.submodule_search_locations:
+        raise DataError("data.source: the package reasoning-gym is not installed; pip install reasoning-gym")
+    names: set[str] = set()
+    for file in Path(next(iter(package.submodule_search_locations))).rglob("*.py"):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if "register_dataset(" in text:
+            names.update(re.findall(r'register_dataset\(\s*"([^"]+)"', text))
+            names.update(re.findall(r'^DATASET_NAME\s*=\s*"([^"]+)"', text, re.MULTILINE))
+    return sorted(names)

@@ -1,0 +1,246 @@
+"""What a run would do, said before doing it: resolved configuration, placement, amount of work, memory.
+
+Starts nothing and imports neither torch nor Ray. The placement is the one the run will use; the work and the memory
+are upper bounds and estimates, and are called so.
+"""
+
+import os
+import subprocess
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cluster.placement import Placement, plan_placement
+from slipstream.config.loader import dump_config, pipeline_stages
+from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.workflows.checks import Workflow, check_config, count_rows
+from slipstream.workflows.memory_estimate import GIBIBYTE, ProcessMemory, estimate_memory, longest_sequence
+from slipstream.workflows.model_facts import ModelFacts, local_folder, read_model_facts, scratch_model_facts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NVIDIA_SMI_TIMEOUT_S = 2.0
+SHOWN_BYTES = GIBIBYTE // 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a dry run looks at. `memory_bytes` is the whole memory of the machine."""
+
+    cpus: int
+    gpus: int
+    memory_bytes: int
+    native_bfloat16: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much a stage will do, at most: `max_tokens` counts every sequence at its longest.
+
+    `sequences` are trained on (rl, sft) or generated (evaluate, where None means that the number of prompts is only
+    known once they are loaded). Evaluations during training are not counted.
+    """
+
+    steps: int
+    optimizer_steps: int
+    sequences: int | None
+    max_tokens: int | None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One workflow of the run; a pipeline has two. `memory` is None where the model is not on this machine yet."""
+
+    name: str
+    config: RLConfig | SFTConfig | EvaluateConfig
+    placement: Placement
+    work: Work
+    model: ModelFacts | None
+    dtype: str
+    memory: list[ProcessMemory] | None
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Memory of all processes together, None if unknown."""
+        return None if self.memory is None else sum(process.total_bytes for process in self.memory)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The answer of `--dry-run`."""
+
+    config: Workflow
+    machine: Machine
+    stages: tuple[StagePlan, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in types that JSON has."""
+        return {
+            "config": self.config.model_dump(),
+            "machine": asdict(self.machine),
+            "stages": {stage.name: _stage_as_json(stage) for stage in self.stages},
+        }
+
+
+def dry_run(config: Workflow, *, machine: Machine | None = None) -> DryRun:
+    """Check the configuration and work out what a run of it would do on `machine` (default: this one).
+
+    Raises what `check_config` raises, and ConfigError where the placement is impossible.
+    """
+    check_config(config)
+    machine = machine or look_at_machine()
+    if isinstance(config, PipelineConfig):
+        scratch = scratch_model_facts(config.policy)
+        sft, rl = pipeline_stages(config)
+        return DryRun(config, machine, (_plan("sft", sft, machine, scratch), _plan("rl", rl, machine, scratch)))
+    folder = local_folder(config.model.path)
+    model = None if folder is None else read_model_facts(folder)
+    name = {RLConfig: "rl", SFTConfig: "sft", EvaluateConfig: "evaluate"}[type(config)]
+    return DryRun(config, machine, (_plan(name, config, machine, model),))
+
+
+def look_at_machine() -> Machine:
+    """Cores, memory and GPUs of this machine, without torch."""
+    from slipstream.models.hardware import _cpu_has_native_bfloat16
+
+    gpus = len(visible_gpus())
+    return Machine(
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=gpus,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        native_bfloat16=gpus > 0 or _cpu_has_native_bfloat16(),
+    )
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves; empty without the driver."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    names = [line.strip() for line in listing.splitlines() if line.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return names
+    return names[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
+
+
+def measure_work(config: RLConfig | SFTConfig | EvaluateConfig) -> Work:
+    """Steps, sequences and the most tokens of a workflow."""
+    sequences: int | None
+    if isinstance(config, RLConfig):
+        steps, optimizer_steps = config.steps, config.steps * config.optimizer_steps_per_batch
+        sequences = steps * config.rollout.groups_per_step * config.rollout.samples_per_prompt
+    elif isinstance(config, SFTConfig):
+        steps = optimizer_steps = config.steps
+        sequences = steps * config.batch_size
+    else:
+        steps, optimizer_steps = 1, 0
+        prompts = count_rows(config.evaluation.data) if config.evaluation.data is not None else None
+        # Every prompt is answered once more, greedily.
+        sequences = None if prompts is None else prompts * (config.evaluation.samples_per_prompt + 1)
+    max_tokens = None if sequences is None else sequences * longest_sequence(config)
+    return Work(steps, optimizer_steps, sequences, max_tokens)
+
+
+def print_dry_run(plan: DryRun, console: "Console") -> None:
+    """Show the plan to a person."""
+    for stage in plan.stages:
+        if isinstance(plan.config, PipelineConfig):
+            console.print(f"\n# Stage {stage.name}", style="bold", highlight=False)
+        console.print(dump_config(stage.config), highlight=False, markup=False, soft_wrap=True)
+        _print_stage(stage, plan.machine, console)
+    console.print("Nothing was started.")
+
+
+def _plan(
+    name: str, config: RLConfig | SFTConfig | EvaluateConfig, machine: Machine, model: ModelFacts | None
+) -> StagePlan:
+    placement = plan_placement(config, machine.cpus, machine.gpus)
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if machine.native_bfloat16 else "float32"
+    memory = None if model is None else estimate_memory(config, placement, model, dtype)
+    return StagePlan(name, config, placement, measure_work(config), model, dtype, memory)
+
+
+def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
+    memory = None
+    if stage.memory is not None:
+        memory = {process.name: {**process.parts, "total": process.total_bytes} for process in stage.memory}
+    return {
+        "config": stage.config.model_dump(),
+        "placement": [asdict(actor) for actor in stage.placement.actors],
+        "alternating": stage.placement.alternating,
+        "work": asdict(stage.work),
+        "model": None if stage.model is None else asdict(stage.model),
+        "dtype": stage.dtype,
+        "memory_bytes": memory,
+        "total_memory_bytes": stage.total_bytes,
+    }
+
+
+def _print_stage(stage: StagePlan, machine: Machine, console: "Console") -> None:
+    from rich.table import Table
+
+    memory = {process.name: process for process in stage.memory or []}
+    table = Table(
+        title=f"{stage.name}: placement on {machine.cpus} cores and {machine.gpus} GPUs", title_justify="left"
+    )
+    table.add_column("process")
+    table.add_column("threads", justify="right")
+    table.add_column("GPUs", justify="right")
+    table.add_column("memory, about", justify="right")
+    table.add_column("of which")
+    for actor in stage.placement.actors:
+        process = memory.pop(actor.name, None)
+        gpus = f"{actor.gpus:g}" if actor.gpus else "-"
+        table.add_row(actor.name, str(actor.threads), gpus, *_memory_cells(process))
+    for process in memory.values():
+        table.add_row(process.name, "-", "-", *_memory_cells(process))
+    console.print(table)
+    if stage.placement.alternating:
+        console.print("Learner and rollout engines take turns; each uses the cores while the other waits.")
+    console.print(_work_text(stage))
+    console.print(_memory_text(stage, machine))
+
+
+def _memory_cells(process: ProcessMemory | None) -> tuple[str, str]:
+    if process is None:
+        return "unknown", "the model is not on this machine yet"
+    large = sorted(process.parts.items(), key=lambda part: -part[1])[:3]
+    shown = [f"{name} {_gibibytes(size)}" for name, size in large if size >= SHOWN_BYTES]
+    return _gibibytes(process.total_bytes), ", ".join(shown)
+
+
+def _work_text(stage: StagePlan) -> str:
+    work = stage.work
+    if work.sequences is None:
+        return "Work: as many sequences as the data has prompts, once they are loaded"
+    return (
+        f"Work: {work.steps} steps x {work.sequences // work.steps} sequences = {work.sequences:,} sequences, "
+        f"{work.optimizer_steps} optimizer steps, at most {work.max_tokens:,} tokens"
+    )
+
+
+def _memory_text(stage: StagePlan, machine: Machine) -> str:
+    if stage.model is None or stage.total_bytes is None:
+        return "Model: unknown until downloaded, so no memory estimate"
+    exact = "" if stage.model.is_exact else "about "
+    text = (
+        f"Model: {exact}{stage.model.parameters:,} parameters in {stage.dtype}. Memory: about "
+        f"{_gibibytes(stage.total_bytes)} in all, of {_gibibytes(machine.memory_bytes)}"
+    )
+    if stage.total_bytes > machine.memory_bytes:
+        text += ": more than this machine has"
+    return text
+
+
+def _gibibytes(size: int) -> str:
+    return f"{size / GIBIBYTE:.1f} GiB"

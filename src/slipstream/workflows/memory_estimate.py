@@ -1,0 +1,129 @@
+"""How much memory each process of a run will take, from the sizes of the model: an estimate made before starting.
+
+Sums what is large and can be counted. Leaves out fragmentation and what grows with the data set; the bases were
+measured on a CPU machine and are rounded up.
+"""
+
+from dataclasses import dataclass
+
+from slipstream.cluster.placement import Placement, Role
+from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig, TrainingConfig
+from slipstream.workflows.model_facts import ModelFacts
+
+MEBIBYTE = 1 << 20
+GIBIBYTE = 1 << 30
+
+# Memory of a process before it holds a model: the libraries it imports and what they allocate at start.
+CONTROLLER_BASE_BYTES = 400 * MEBIBYTE
+LEARNER_BASE_BYTES = 700 * MEBIBYTE
+TRANSFORMERS_BASE_BYTES = 500 * MEBIBYTE
+VLLM_BASE_BYTES = 2 * GIBIBYTE
+REWARD_WORKER_BASE_BYTES = 150 * MEBIBYTE
+RAY_BASE_BYTES = 300 * MEBIBYTE
+
+BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2}
+FLOAT32_BYTES = 4
+ADAM_MOMENTS = 2
+# Matrices of [logits_chunk_tokens, vocabulary] in float32 that exist at once: logits, log-softmax, their gradient.
+LOGITS_COPIES = 3
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of one process in bytes, by what it is for; `parts` is empty where it cannot be known yet."""
+
+    name: str
+    role: Role | None
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+def estimate_memory(
+    config: RLConfig | SFTConfig | EvaluateConfig, placement: Placement, model: ModelFacts, dtype: str
+) -> list[ProcessMemory]:
+    """Memory of each process of `placement`, and of Ray's own. `dtype` is float32 or bfloat16."""
+    processes = []
+    for actor in placement.actors:
+        parts: dict[str, int] = {}
+        if actor.role == "controller":
+            parts = {"base": CONTROLLER_BASE_BYTES}
+        elif actor.role == "reward":
+            parts = {"base": REWARD_WORKER_BASE_BYTES}
+        elif actor.role == "rollout" and not isinstance(config, SFTConfig):
+            parts = _rollout_parts(config, model, dtype, on_gpu=actor.gpus > 0)
+        elif actor.role == "learner" and not isinstance(config, EvaluateConfig):
+            parts = _learner_parts(config, model, dtype, is_first=actor.name.endswith(" 0"))
+        processes.append(ProcessMemory(actor.name, actor.role, parts))
+    return [*processes, ProcessMemory("Ray", None, {"base": RAY_BASE_BYTES})]
+
+
+def longest_sequence(config: RLConfig | SFTConfig | EvaluateConfig) -> int:
+    """Tokens of the longest sequence the configuration allows: prompt and response."""
+    if isinstance(config, SFTConfig):
+        return config.max_tokens
+    data = config.data if isinstance(config, RLConfig) else config.evaluation.data
+    prompt = data.max_prompt_tokens if data is not None else 0
+    return prompt + config.rollout.max_response_tokens
+
+
+def learner_state_bytes(model: ModelFacts, training: TrainingConfig, *, dtype: str) -> dict[str, int]:
+    """Weights, gradients and AdamW states of one rank under ZeRO (arXiv 1910.02054, section 5).
+
+    A stage partitions over the ranks: 1 the optimizer states, 2 the gradients too, 3 the weights too. From stage 1 on
+    DeepSpeed keeps a float32 master copy of the weights, even of float32 weights; at stage 0 only of bfloat16 ones.
+    """
+    width = BYTES_OF_DTYPE[dtype]
+    ranks = training.ranks
+    master = model.parameters * FLOAT32_BYTES if training.zero_stage >= 1 or dtype != "float32" else 0
+    optimizer = model.parameters * FLOAT32_BYTES * ADAM_MOMENTS + master
+    return {
+        "weights": model.parameters * width // (ranks if training.zero_stage == 3 else 1),
+        "gradients": model.parameters * width // (ranks if training.zero_stage >= 2 else 1),
+        "optimizer": optimizer // (ranks if training.zero_stage >= 1 else 1),
+    }
+
+
+def activation_bytes(model: ModelFacts, *, tokens: int, dtype: str, checkpointing: bool) -> int:
+    """What the backward pass of `tokens` packed tokens keeps.
+
+    A Llama block keeps 8 H + 2 K + 4 I numbers per token (H hidden, K keys, I feed-forward; counted from the tensors
+    that autograd saves, attention without its matrix). With checkpointing a block keeps its input, and one block at a
+    time is recomputed in full.
+    """
+    width = BYTES_OF_DTYPE[dtype]
+    block = 8 * model.hidden_size + 2 * model.key_value_width + 4 * model.intermediate_size
+    per_token = model.layers * model.hidden_size + block if checkpointing else model.layers * block
+    return tokens * per_token * width
+
+
+def _learner_parts(config: RLConfig | SFTConfig, model: ModelFacts, dtype: str, *, is_first: bool) -> dict[str, int]:
+    training = config.training
+    tokens = max(training.tokens_per_micro_batch, longest_sequence(config))
+    parts = {"base": LEARNER_BASE_BYTES, **learner_state_bytes(model, training, dtype=dtype)}
+    parts["activations"] = activation_bytes(
+        model, tokens=tokens, dtype=dtype, checkpointing=config.model.activation_checkpointing
+    )
+    parts["logits"] = training.logits_chunk_tokens * model.vocabulary_size * FLOAT32_BYTES * LOGITS_COPIES
+    if isinstance(config, RLConfig):
+        if config.algorithm.kl_coefficient > 0:
+            parts["reference"] = parts["weights"]
+        if is_first:
+            # One bucket at a time is on its way to the rollout engines.
+            parts["weights in transit"] = min(config.weights.bucket_bytes, model.parameters * BYTES_OF_DTYPE[dtype])
+    return parts
+
+
+def _rollout_parts(config: RLConfig | EvaluateConfig, model: ModelFacts, dtype: str, *, on_gpu: bool) -> dict[str, int]:
+    rollout = config.rollout
+    weights = model.parameters * BYTES_OF_DTYPE[dtype]
+    if rollout.engine == "vllm":
+        # On a GPU the cache lies in the GPU's memory and takes what gpu_memory_share leaves.
+        cache = 0 if on_gpu else rollout.kv_cache_bytes
+        return {"base": VLLM_BASE_BYTES, "weights": weights, "key-value cache": cache}
+    per_token = 2 * model.layers * model.key_value_width * BYTES_OF_DTYPE[dtype]
+    cache = rollout.max_concurrent_sequences * longest_sequence(config) * per_token
+    return {"base": TRANSFORMERS_BASE_BYTES, "weights": weights, "key-value cache": cache}

@@ -1,0 +1,57 @@
+"""Going on with an interrupted run, whatever workflow it was, from its last complete checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.loader import validate_config
+from slipstream.config.schema import RLConfig, SFTConfig
+from slipstream.errors import RunDirectoryError
+from slipstream.observe.checkpoints import CheckpointStore
+from slipstream.observe.logs import get_logger
+from slipstream.observe.run_directory import RunDirectory, parse_config
+
+logger = get_logger("resume")
+
+
+def resume(run_dir: str | Path, *, reward: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Go on with the run in `run_dir`, with the configuration it was started with; returns its summary.
+
+    A damaged checkpoint is passed over with a warning for the one before it. Without any checkpoint the run starts
+    from the beginning. `reward` is needed if the run was started with a function object.
+    Raises RunDirectoryError if there is no run, it is finished, or another process works on it.
+    """
+    if RunDirectory.open(run_dir).workflow == "pipeline":
+        from slipstream.workflows.pipeline import resume_pipeline
+
+        return resume_pipeline(Path(run_dir))
+    with RunDirectory.resume(run_dir) as directory:
+        settings = parse_config(directory.config_text)
+        if directory.workflow == "rl":
+            from slipstream.workflows.rl import require_one_reward, resume_rl
+
+            rl_config = validate_config(RLConfig, settings)
+            require_one_reward(rl_config.reward.function, reward)
+            checkpoint = _latest_checkpoint(directory, rl_config.checkpoint.keep)
+            return resume_rl(rl_config, directory, checkpoint, reward=reward)
+        if directory.workflow == "sft":
+            from slipstream.workflows.sft import resume_sft
+
+            sft_config = validate_config(SFTConfig, settings)
+            return resume_sft(sft_config, directory, _latest_checkpoint(directory, sft_config.checkpoint.keep))
+        raise RunDirectoryError(
+            f"{directory.path} is a run of `slipstream {directory.workflow}`, which has nothing to resume: "
+            "start it again with another output_dir"
+        )
+
+
+def _latest_checkpoint(directory: RunDirectory, keep: int) -> Path | None:
+    store = CheckpointStore(directory.checkpoints_folder, keep)
+    checkpoint = store.latest()
+    for warning in store.warnings:
+        logger.warning(warning)
+    if checkpoint is None:
+        logger.warning("no complete checkpoint: starting from the beginning", run_dir=str(directory.path))
+    return checkpoint

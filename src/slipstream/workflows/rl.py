@@ -1,0 +1,74 @@
+"""Reinforcement learning of a policy from a reward: the controller, and the one loop.
+
+Four engines do the work and wait to be called: rollout engines generate, the reward engine scores, the learner
+evaluates and learns. The loop below is the whole method. `take` streams groups in as they finish and bounds their
+staleness by admission; with `rollout.max_staleness` 0 that is synchronous training. What the names in the loop stand
+for is put together in `rl_run.py`; the objective is `algorithms/objective.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.loader import dump_config
+from slipstream.config.schema import RLConfig
+from slipstream.errors import ConfigError
+from slipstream.observe.run_directory import RunDirectory
+from slipstream.workflows.batch import prepare
+from slipstream.workflows.checks import check_config
+from slipstream.workflows.rl_run import RLRun
+
+
+def train_rl(config: RLConfig, *, reward: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Train a policy as `config` says and return the summary that is also written to `summary.json`.
+
+    `reward` may be a function in place of `reward.function` in the configuration: it takes a `ScoredText` and returns
+    a number, or named numbers that are summed. Raises a SlipstreamError for anything the user can mend.
+    """
+    require_one_reward(config.reward.function, reward)
+    check_config(config, reward=reward)
+    with RunDirectory.create(config.output_dir, dump_config(config), "rl") as directory:
+        return _train(config, directory, reward=reward, checkpoint=None)
+
+
+def resume_rl(
+    config: RLConfig, directory: RunDirectory, checkpoint: Path | None, *, reward: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """Go on with an interrupted run from `checkpoint`; from the beginning if there is none."""
+    return _train(config, directory, reward=reward, checkpoint=checkpoint)
+
+
+def _train(
+    config: RLConfig, directory: RunDirectory, *, reward: Callable[..., Any] | None, checkpoint: Path | None
+) -> dict[str, Any]:
+    with RLRun(config, directory, reward=reward) as run:
+        if checkpoint is None:
+            run.begin()
+        else:
+            run.restore(checkpoint)
+        loop(run)
+        return run.finish()
+
+
+def require_one_reward(name: str | None, function: Callable[..., Any] | None) -> None:
+    """Raise ConfigError unless the reward is given either by name or as a function."""
+    if (name is None) == (function is None):
+        raise ConfigError(
+            "exactly one reward is needed: name it by reward.function in the configuration, or pass reward= in Python"
+        )
+
+
+def loop(run: RLRun) -> None:
+    """The method: generate, prepare, learn, publish, until all steps are done."""
+    while run.step < run.config.steps:
+        with run.phase("generate"):
+            groups = run.rollouts.take(run.config.rollout.groups_per_step)
+        with run.phase("prepare"):
+            batch = prepare(groups, run.config, run.learner)
+        with run.phase("train"):
+            metrics = run.learner.update(batch.optimizer_steps, run.objective)
+        with run.phase("publish"):
+            publication = run.rollouts.publish()
+        run.record(groups, batch, metrics, publication)

@@ -1,0 +1,180 @@
+"""Tiny models, engines on them, and the log-probs that a plain forward pass gives."""
+
+import asyncio
+import os
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from slipstream.rollout.messages import RolloutEngineSpec
+from slipstream.weights.plan import ChannelAddress, WeightPlan, make_plan
+
+PAD, END, SECOND_END = 256, 257, 258
+VOCABULARY_SIZE = 320
+MERGES = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
+ENGINE_KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.slow)]
+
+
+def save_tiny_model(folder: Path, *, tied: bool) -> Path:
+    """A random Llama with byte tokens, two end tokens, and a generation_config that an engine must not obey."""
+    torch.manual_seed(7)
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for token in ("<pad>", "<end>", "<second end>", *("".join(pair) for pair in MERGES)):
+        vocabulary[token] = len(vocabulary)
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY_SIZE,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=256,
+            initializer_range=0.15,
+            tie_word_embeddings=tied,
+            bos_token_id=None,
+            eos_token_id=END,
+            pad_token_id=PAD,
+        )
+    )
+    model.generation_config = GenerationConfig(
+        eos_token_id=[END, SECOND_END], do_sample=True, temperature=0.2, top_k=3, top_p=0.5, repetition_penalty=1.5
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+def engine_spec(model_path: Path, **changes: Any) -> RolloutEngineSpec:
+    settings: dict[str, Any] = {
+        "model_path": str(model_path),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_sequence_tokens": 160,
+        "max_concurrent_sequences": 64,
+        "kv_cache_bytes": 1 << 26,
+        "gpu_memory_share": 0.5,
+        "threads": 1,
+        "seed": 0,
+        "engine_index": 0,
+    }
+    return RolloutEngineSpec(**(settings | changes))
+
+
+@pytest.fixture(scope="session")
+def make_spec() -> Callable[..., RolloutEngineSpec]:
+    return engine_spec
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs a coroutine on the one event loop that the engines of a session live in."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def engines(run: Callable[..., Any], tied_model: Path, untied_model: Path) -> Iterator[Callable[[str, bool], Any]]:
+    """`engines(kind, tied)`: a started engine, the same one each time."""
+    started: dict[tuple[str, bool], Any] = {}
+
+    def get(kind: str, tied: bool) -> Any:
+        if (kind, tied) not in started:
+            spec = engine_spec(tied_model if tied else untied_model)
+            if kind == "vllm":
+                from slipstream.rollout.vllm_engine import VLLMEngine, vllm_environment
+
+                os.environ.update(vllm_environment(spec))
+                engine: Any = VLLMEngine(spec)
+            else:
+                from slipstream.rollout.transformers_engine import TransformersEngine
+
+                engine = TransformersEngine(spec)
+            run(engine.start())
+            started[kind, tied] = engine
+        return started[kind, tied]
+
+    yield get
+    for engine in started.values():
+        run(engine.shutdown())
+
+
+@pytest.fixture(params=ENGINE_KINDS)
+def engine(request: pytest.FixtureRequest, engines: Callable[[str, bool], Any]) -> Any:
+    """An engine of each kind on the model with tied embeddings, with whatever weights it has by now."""
+    return engines(request.param, True)
+
+
+@pytest.fixture(scope="session")
+def collect(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Calls `generate` to its end; results by group id."""
+
+    def call(engine: Any, requests: Any, sampling: Any) -> dict[str, Any]:
+        async def gather() -> dict[str, Any]:
+            return {result.group_id: result async for result in engine.generate(requests, sampling)}
+
+        return run(gather())
+
+    return call
+
+
+def forward_log_probs(model: PreTrainedModel, tokens: Any, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of tokens[1:] by a plain forward pass."""
+    row = torch.tensor(np.asarray(tokens))
+    with torch.no_grad():
+        log_probs = (model(row[None]).logits[0, :-1] / temperature).log_softmax(-1)
+    return log_probs.gather(1, row[1:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="session")
+def reference_log_probs() -> Callable[..., np.ndarray]:
+    return forward_log_probs
+
+
+@pytest.fixture(scope="session")
+def load_reference() -> Callable[[Path], PreTrainedModel]:
+    return lambda path: LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def perturb(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Change every weight of a model by about a fifth."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * parameter.abs().mean() * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="session")
+def changed() -> Callable[[PreTrainedModel, int], PreTrainedModel]:
+    return perturb
+
+
+@pytest.fixture(scope="session")
+def shared_memory_plan() -> Callable[[PreTrainedModel], WeightPlan]:
+    """A plan of several buckets for a model."""
+
+    def plan(model: PreTrainedModel) -> WeightPlan:
+        tensors = ((name, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in model.named_parameters())
+        return make_plan(tensors, 60_000, channel=ChannelAddress("shared_memory", f"test-{uuid.uuid4().hex[:8]}"))
+
+    return plan

@@ -1,0 +1,128 @@
+"""A tiny model on disk, examples to train on, and learners of one rank in this process."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slipstream.config.schema import TrainingConfig
+from slipstream.data.trajectory import TrainingExample
+from slipstream.training.learner import LearnerRank, LearnerSpec
+
+VOCABULARY = 61
+
+LearnerFactory = Callable[..., LearnerRank]
+
+
+def save_tiny_model(folder: Path, *, tied: bool = True, hidden_size: int = 64) -> Path:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden_size,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def untied_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+def make_spec(folder: Path, *, training: dict | None = None, **changes) -> LearnerSpec:
+    settings = {"zero_stage": 1, "learning_rate": 1e-2, "epsilon": 1e-3, "gradient_clip": 1e3, "threads": 1}
+    spec = LearnerSpec(
+        model_path=str(folder),
+        dtype="float32",
+        training=TrainingConfig(**(settings | (training or {}))),
+        temperature=0.6,
+        total_optimizer_steps=8,
+        load_reference=False,
+        seed=0,
+        rank=0,
+        world_size=1,
+        timeout_s=60.0,
+    )
+    return replace(spec, **changes)
+
+
+@pytest.fixture
+def learner() -> Iterator[LearnerFactory]:
+    """Make started learners of one rank: learner(folder, training={...}, **changes of the spec)."""
+    started: list[LearnerRank] = []
+
+    def make(folder: Path, **changes) -> LearnerRank:
+        rank = LearnerRank(make_spec(folder, **changes))
+        rank.start(rank.meeting_point())
+        started.append(rank)
+        return rank
+
+    yield make
+    for rank in started:
+        rank.shutdown()
+
+
+@pytest.fixture(scope="session")
+def make_examples() -> Callable[..., list[TrainingExample]]:
+    return build_examples
+
+
+@pytest.fixture(scope="session")
+def helpers() -> SimpleNamespace:
+    return SimpleNamespace(
+        weights=weights,
+        identical=identical,
+        relative_difference=relative_difference,
+        make_spec=make_spec,
+        save_tiny_model=save_tiny_model,
+    )
+
+
+def build_examples(lengths: tuple[int, ...] = (5, 9, 9, 14, 3), seed: int = 0) -> list[TrainingExample]:
+    """Sequences with a two-token prompt; weights are those of a mean over all loss tokens."""
+    generator = np.random.default_rng(seed)
+    total = sum(length - 2 for length in lengths)
+    examples = []
+    for index, length in enumerate(lengths):
+        fields = {
+            "weight": np.full(length, 1 / total, dtype=np.float32),
+            "advantages": np.full(length, generator.normal(), dtype=np.float32),
+        }
+        tokens = generator.integers(1, VOCABULARY, length)
+        examples.append(TrainingExample(f"e{index}", tokens, np.arange(length) >= 2, fields))
+    return examples
+
+
+def weights(learner: LearnerRank) -> dict[str, torch.Tensor]:
+    """All weights of a learner of one rank, copied, by Hugging Face name."""
+    with learner._whole_parameters(list(learner._shapes)) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any weight, relative to the largest weight of its tensor."""
+    assert found.keys() == expected.keys()
+    return max(((found[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected)
+
+
+def identical(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Equal bit for bit."""
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,290 @@
+"""What is refused before anything starts, and in which words."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config.loader import dump_config, load_config
+from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
+from slipstream.workflows import checks
+from slipstream.workflows.checks import check_config, count_rows, reasoning_gym_tasks
+
+MODEL_CONFIG = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+
+
+def write_model(folder: Path) -> Path:
+    """A folder with everything a check looks at and weights of ten numbers."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [2, 5], "data_offsets": [0, 40]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(40))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
+    (tmp_path / "s.jsonl").write_text('{"prompt": "1+1", "response": "2"}\n')
+    (tmp_path / "rewards.py").write_text("def score(text):\n    return 1.0\n")
+    return tmp_path
+
+
+def rl(*overrides: str) -> RLConfig:
+    base = [
+        "--steps=2", "--output_dir=out", "--model.path=./model", "--data.source=d.jsonl",
+        "--reward.function=rewards.py:score", "--data.max_prompt_tokens=64", "--rollout.max_response_tokens=64",
+    ]  # fmt: skip
+    return load_config(RLConfig, None, [*base, *overrides])
+
+
+def sft(*overrides: str) -> SFTConfig:
+    base = ["--steps=2", "--output_dir=out", "--model.path=./model", "--data.source=s.jsonl", "--max_tokens=64"]
+    return load_config(SFTConfig, None, [*base, "--data.response_key=response", *overrides])
+
+
+def pipeline(*overrides: str) -> PipelineConfig:
+    base = [
+        "--output_dir=out", "--policy.max_tokens=64", "--sft.steps=1", "--sft.data.source=s.jsonl",
+        "--sft.data.response_key=response", "--sft.max_tokens=64", "--rl.steps=1", "--rl.data.source=d.jsonl",
+        "--rl.data.max_prompt_tokens=48", "--rl.rollout.max_response_tokens=16", "--rl.reward.function=number",
+    ]  # fmt: skip
+    return load_config(PipelineConfig, None, [*base, *overrides])
+
+
+def evaluation(*overrides: str) -> EvaluateConfig:
+    base = [
+        "--output_dir=out", "--model.path=./model", "--evaluation.data.source=d.jsonl", "--reward.function=number",
+        "--evaluation.data.max_prompt_tokens=64", "--rollout.max_response_tokens=64",
+    ]  # fmt: skip
+    return load_config(EvaluateConfig, None, [*base, *overrides])
+
+
+def problem(config: Any, kind: type[SlipstreamError]) -> str:
+    with pytest.raises(kind) as caught:
+        check_config(config)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", [rl, sft, pipeline, evaluation])
+def test_a_sound_configuration_passes_and_leaves_nothing_behind(files: Path, make: Callable[[], Any]) -> None:
+    before = sorted(files.rglob("*"))
+    check_config(make())
+    assert sorted(files.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json; expected a Hugging Face model folder"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights; expected *.safetensors or"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer; expected one of tokenizer.json"),
+        (
+            lambda folder: (folder / "chat_template.jinja").unlink(),
+            "has no chat template; use a chat model, or set data.apply_chat_template false",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
+        (lambda folder: (folder / "config.json").write_text("{}"), "lacks hidden_size"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "is no safetensors file"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
+            "is cut off: ",
+        ),
+    ],
+)
+def test_a_model_folder_that_lacks_something_is_refused(
+    files: Path, break_it: Callable[[Path], object], message: str
+) -> None:
+    break_it(files / "model")
+    text = problem(rl(), ModelError)
+    assert text.startswith("model.path: ") and message in text
+
+
+def test_a_chat_template_may_stand_in_the_tokenizer_configuration(files: Path) -> None:
+    (files / "model" / "chat_template.jinja").unlink()
+    (files / "model" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    check_config(rl())
+
+
+def test_without_chat_template_a_plain_prompt_is_fine(files: Path) -> None:
+    (files / "model" / "chat_template.jinja").unlink()
+    check_config(rl("--data.apply_chat_template=false"))
+
+
+def test_a_model_that_can_only_be_a_missing_folder_is_refused_and_a_hub_name_is_left_to_load_time(files: Path) -> None:
+    assert "no folder './modle'" in problem(rl("--model.path=./modle"), ModelError)
+    check_config(rl("--model.path=some-organisation/some-model"))
+
+
+def test_a_gguf_file_is_told_how_it_becomes_a_folder(files: Path) -> None:
+    (files / "model.gguf").write_bytes(b"GGUF")
+    assert "slipstream import-gguf model.gguf FOLDER" in problem(rl("--model.path=model.gguf"), ModelError)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            lambda: rl("--rollout.max_response_tokens=65"),
+            "data.max_prompt_tokens (64) + rollout.max_response_tokens (65) = 129 exceeds the 128 tokens the model "
+            "takes (max_position_embeddings)",
+        ),
+        (
+            lambda: rl("--evaluation.data.source=d.jsonl"),
+            "evaluation.data.max_prompt_tokens (512) + rollout.max_response_tokens (64) = 576 exceeds the 128 tokens "
+            "the model takes (max_position_embeddings)",
+        ),
+        (
+            lambda: sft("--max_tokens=129"),
+            "max_tokens (129) exceeds the 128 tokens the model takes (max_position_embeddings)",
+        ),
+        (
+            lambda: pipeline("--sft.max_tokens=65"),
+            "sft.max_tokens (65) exceeds the 64 tokens the model takes (max_position_embeddings)",
+        ),
+        (
+            lambda: pipeline("--rl.rollout.max_response_tokens=17"),
+            "rl.data.max_prompt_tokens (48) + rl.rollout.max_response_tokens (17) = 65 exceeds the 64 tokens the model "
+            "takes (max_position_embeddings)",
+        ),
+    ],
+)
+def test_sequences_must_fit_the_model(files: Path, config: Callable[[], Any], message: str) -> None:
+    assert problem(config(), ConfigError) == message
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        ("", [], ["data.source", "holds no rows"]),
+        ("{not json}\n", [], ["d.jsonl, line 1", "not valid JSON"]),
+        (
+            '{"promt": "x", "label": "2"}\n',
+            [],
+            ["data.prompt_key", "'prompt'", "columns found: label, promt", "'promt'?"],
+        ),
+        ('{"prompt": "x"}\n', [], ["data.label_key", "columns found: prompt", "or null"]),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(files: Path, content: str, arguments: list[str], words: list[str]) -> None:
+    (files / "d.jsonl").write_text(content)
+    text = problem(rl(*arguments), DataError)
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (lambda: rl("--data.source=./x.jsonl"), "data.source"),
+        (
+            lambda: rl("--evaluation.data.source=x.jsonl", "--evaluation.data.max_prompt_tokens=9"),
+            "evaluation.data.source",
+        ),
+        (lambda: sft("--evaluation_data.source=x.jsonl"), "evaluation_data.source"),
+        (lambda: pipeline("--rl.data.source=x.jsonl"), "rl.data.source"),
+        (lambda: pipeline("--sft.data.prompt_key=x"), "sft.data.prompt_key"),
+        (lambda: evaluation("--evaluation.data.label_key=x"), "evaluation.data.label_key"),
+    ],
+)
+def test_a_problem_with_data_names_the_section_it_is_in(files: Path, config: Callable[[], Any], key: str) -> None:
+    assert problem(config(), DataError).startswith(f"{key}: ")
+
+
+def test_of_a_large_file_only_the_first_rows_are_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr(checks, "SAMPLE_BYTES", 200)
+    good = '{"prompt": "1+1", "label": "2"}\n'
+    (files / "d.jsonl").write_text(good * 100 + "{not json}\n")
+    check_config(rl())
+    (files / "d.jsonl").write_text('{"question": "1+1", "label": "2"}\n' * 100)
+    assert "data.prompt_key" in problem(rl(), DataError)
+    (files / "d.jsonl").write_text("{not json}\n" + good * 100)
+    assert "d.jsonl, line 1: not valid JSON" in problem(rl(), DataError)
+
+
+def test_a_hub_data_set_is_left_to_load_time(files: Path) -> None:
+    check_config(rl("--data.source=openai/gsm8k"))
+
+
+def test_a_mistyped_task_gets_the_nearest_one_without_importing_the_package(files: Path) -> None:
+    task = ["--data.rows=5", "--data.prompt_key=question", "--data.label_key=answer"]
+    check_config(rl("--data.source=reasoning_gym:chain_sum", *task))
+    text = problem(rl("--data.source=reasoning_gym:chain_sums", *task), DataError)
+    assert text.startswith("data.source: reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?")
+    assert "data.prompt_key" in problem(rl("--data.source=reasoning_gym:chain_sum", "--data.rows=5"), DataError)
+
+
+@pytest.mark.slow
+def test_the_tasks_read_from_the_source_are_those_the_package_registers() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    assert set(reasoning_gym_tasks()) == set(DATASETS)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("numbr", "did you mean 'number'?"),
+        ("rewards.py:scroe", "did you mean 'score'?"),
+        ("nowhere.py:score", "there is no file"),
+        ("no_such_module:score", "there is no module"),
+    ],
+)
+def test_a_reward_that_cannot_be_found_is_refused(files: Path, function: str, words: str) -> None:
+    text = problem(rl(f"--reward.function={function}"), ConfigError)
+    assert text.startswith("reward.function") and words in text
+    text = problem(pipeline(f"--rl.reward.function={function}"), ConfigError)
+    assert text.startswith("rl.reward.function") and words in text
+
+
+def test_a_reward_given_from_python_takes_the_place_of_a_named_one(files: Path) -> None:
+    config = rl("--reward.function=null")
+    assert problem(config, ConfigError).startswith("reward.function: missing; expected 'module:function'")
+    check_config(config, reward=lambda text: 1.0)
+
+
+def test_an_output_folder_with_another_run_names_the_keys_that_differ(files: Path) -> None:
+    (files / "out").mkdir()
+    (files / "out" / "config.yaml").write_text(dump_config(rl()))
+    text = problem(rl("--seed=5", "--training.learning_rate=1e-3"), RunDirectoryError)
+    assert text == (
+        "output_dir out holds a run with another configuration (differing: seed, training.learning_rate); "
+        "choose another output_dir"
+    )
+
+
+def test_an_output_folder_with_the_same_run_is_told_to_resume_or_that_it_is_finished(files: Path) -> None:
+    (files / "out").mkdir()
+    (files / "out" / "config.yaml").write_text(dump_config(rl()))
+    assert "go on with `slipstream resume out`" in problem(rl(), RunDirectoryError)
+    (files / "out" / "summary.json").write_text("{}")
+    assert problem(rl(), RunDirectoryError).startswith("output_dir out holds this very run, finished")
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(files: Path) -> None:
+    assert problem(rl("--output_dir=d.jsonl"), RunDirectoryError) == (
+        "output_dir d.jsonl is a file; choose another output_dir"
+    )
+    assert "cannot be made" in problem(rl("--output_dir=d.jsonl/below"), RunDirectoryError)
+
+
+def test_rows_are_counted_where_that_is_known_without_loading(files: Path) -> None:
+    assert count_rows(rl().data) == 1
+    assert count_rows(rl("--data.source=reasoning_gym:chain_sum", "--data.rows=7").data) == 7
+    assert count_rows(rl("--data.source=openai/gsm8k").data) is None

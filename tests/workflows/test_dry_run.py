@@ -1,0 +1,143 @@
+"""A dry run says what would happen and makes nothing happen."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slipstream.config.loader import load_config
+from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.errors import ConfigError, DataError
+from slipstream.workflows.dry_run import DryRun, Machine, dry_run, measure_work, print_dry_run, visible_gpus
+
+MACHINE = Machine(cpus=2, gpus=0, memory_bytes=8 << 30, native_bfloat16=False)
+HEAVY = ("torch", "transformers", "vllm", "deepspeed", "ray", "datasets", "pyarrow", "reasoning_gym", "matplotlib")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1", "label": "2", "response": "2"}\n' * 3)
+    return tmp_path
+
+
+def pipeline(*overrides: str) -> PipelineConfig:
+    base = [
+        "--output_dir=out", "--sft.steps=5", "--sft.batch_size=4", "--sft.data.source=d.jsonl", "--sft.max_tokens=128",
+        "--sft.data.response_key=response", "--rl.steps=6", "--rl.data.source=d.jsonl", "--rl.reward.function=number",
+        "--rl.data.max_prompt_tokens=96", "--rl.rollout.max_response_tokens=32",
+    ]  # fmt: skip
+    return load_config(PipelineConfig, None, [*base, *overrides])
+
+
+def rl(*overrides: str) -> RLConfig:
+    base = ["--steps=6", "--output_dir=out", "--model.path=some/model", "--data.source=d.jsonl"]
+    return load_config(RLConfig, None, [*base, "--reward.function=number", *overrides])
+
+
+def evaluation(source: str) -> EvaluateConfig:
+    base = ["--output_dir=out", "--model.path=some/model", f"--evaluation.data.source={source}"]
+    return load_config(EvaluateConfig, None, [*base, "--reward.function=number", "--evaluation.samples_per_prompt=4"])
+
+
+def shown(plan: DryRun) -> str:
+    stream = io.StringIO()
+    print_dry_run(plan, Console(file=stream, width=200))
+    return stream.getvalue()
+
+
+def test_the_work_of_rl_is_steps_times_groups_times_samples(files: Path) -> None:
+    work = measure_work(
+        rl("--rollout.groups_per_step=8", "--rollout.samples_per_prompt=4", "--optimizer_steps_per_batch=2")
+    )
+    assert (work.steps, work.optimizer_steps, work.sequences) == (6, 12, 6 * 8 * 4)
+    assert work.max_tokens == 6 * 8 * 4 * (512 + 256)
+
+
+def test_the_work_of_sft_is_steps_times_batch(files: Path) -> None:
+    base = ["--steps=5", "--output_dir=o", "--model.path=some/model", "--data.source=d.jsonl", "--data.response_key=r"]
+    work = measure_work(load_config(SFTConfig, None, [*base, "--batch_size=4", "--max_tokens=100"]))
+    assert (work.optimizer_steps, work.sequences, work.max_tokens) == (5, 20, 2000)
+
+
+def test_the_work_of_an_evaluation_is_every_prompt_sampled_and_once_greedy(files: Path) -> None:
+    assert measure_work(evaluation("d.jsonl")).sequences == 3 * (4 + 1)
+    assert measure_work(evaluation("openai/gsm8k")).sequences is None
+    assert "as many sequences as the data has prompts" in shown(dry_run(evaluation("openai/gsm8k"), machine=MACHINE))
+
+
+def test_a_pipeline_shows_both_stages_resolved_with_work_and_memory(files: Path) -> None:
+    text = shown(dry_run(pipeline(), machine=MACHINE))
+    assert "output_dir: out/sft" in text and "path: out/sft/export" in text
+    assert "Work: 5 steps x 4 sequences = 20 sequences, 5 optimizer steps, at most 2,560 tokens" in text
+    assert "rollout engine 0" in text and "reward worker 0" in text and "learner rank 0" in text
+    assert "Nothing was started." in text
+
+
+def test_a_model_that_is_not_here_yet_has_no_estimate(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(files / "cache"))
+    plan = dry_run(rl(), machine=MACHINE)
+    assert plan.stages[0].memory is None
+    assert "unknown until downloaded" in shown(plan)
+
+
+def test_too_little_memory_is_said(files: Path) -> None:
+    small = Machine(cpus=2, gpus=0, memory_bytes=1 << 30, native_bfloat16=False)
+    assert "more than this machine has" in shown(dry_run(pipeline(), machine=small))
+    assert "more than this machine has" not in shown(dry_run(pipeline(), machine=MACHINE))
+
+
+def test_the_type_of_the_weights_follows_the_machine_unless_it_is_given(files: Path) -> None:
+    native = Machine(cpus=2, gpus=0, memory_bytes=8 << 30, native_bfloat16=True)
+    assert dry_run(rl(), machine=MACHINE).stages[0].dtype == "float32"
+    assert dry_run(rl(), machine=native).stages[0].dtype == "bfloat16"
+    assert dry_run(rl("--model.dtype=float32"), machine=native).stages[0].dtype == "float32"
+
+
+def test_the_estimate_is_json_and_adds_up(files: Path) -> None:
+    record = json.loads(json.dumps(dry_run(pipeline(), machine=MACHINE).as_json(), allow_nan=False))
+    stage = record["stages"]["rl"]
+    assert stage["total_memory_bytes"] == sum(process["total"] for process in stage["memory_bytes"].values())
+    assert {actor["role"] for actor in stage["placement"]} == {"controller", "learner", "rollout", "reward"}
+
+
+def test_what_cannot_run_is_refused(files: Path) -> None:
+    with pytest.raises(DataError, match="no file or folder"):
+        dry_run(rl("--data.source=./nowhere.jsonl"), machine=MACHINE)
+    with pytest.raises(ConfigError, match="need 3 GPUs"):
+        dry_run(rl("--training.ranks=3"), machine=Machine(cpus=2, gpus=2, memory_bytes=1, native_bfloat16=True))
+
+
+def test_gpus_hidden_from_cuda_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA A\necho NVIDIA B\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == ["NVIDIA A", "NVIDIA B"]
+    for visible, count in (("0", 1), ("0,1", 2), ("", 0), ("-1", 0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(visible_gpus()) == count
+    tool.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus() == []
+
+
+def test_a_dry_run_imports_nothing_heavy_and_leaves_nothing_behind(files: Path) -> None:
+    program = (
+        "import sys; from slipstream.cli import main; code = main(sys.argv[1:]);"
+        f"sys.stderr.write(repr([m for m in {HEAVY!r} if m in sys.modules])); sys.exit(code)"
+    )
+    arguments = ["pipeline", "demo", "--dry-run", "--json", "--output_dir", "out"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stderr.endswith("[]")
+    assert set(json.loads(done.stdout)["stages"]) == {"sft", "rl"}
+    assert [path.name for path in files.iterdir()] == ["d.jsonl"]

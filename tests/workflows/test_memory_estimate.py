@@ -1,0 +1,136 @@
+"""The memory estimate follows from sizes: each part is checked against numbers worked out by hand."""
+
+import pytest
+
+from slipstream.cluster.placement import plan_placement
+from slipstream.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RLConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
+from slipstream.workflows.memory_estimate import (
+    activation_bytes,
+    estimate_memory,
+    learner_state_bytes,
+    longest_sequence,
+)
+from slipstream.workflows.model_facts import ModelFacts
+
+PARAMETERS = 1_000_000
+FACTS = ModelFacts(
+    parameters=PARAMETERS,
+    is_exact=True,
+    layers=4,
+    hidden_size=64,
+    intermediate_size=128,
+    key_value_width=32,
+    vocabulary_size=1000,
+    max_tokens=2048,
+)
+
+
+def config(*, kl: float = 0.0, engine: str = "vllm", ranks: int = 1) -> RLConfig:
+    return RLConfig(
+        steps=1,
+        output_dir="o",
+        model=ModelConfig(path="m"),
+        data=DataConfig(source="d.jsonl", max_prompt_tokens=100),
+        reward=RewardConfig(function="number"),
+        rollout=RolloutConfig(engine=engine, max_response_tokens=28, max_concurrent_sequences=10),  # type: ignore[arg-type]
+        algorithm=AlgorithmConfig(kl_coefficient=kl),
+        training=TrainingConfig(ranks=ranks, tokens_per_micro_batch=1000, logits_chunk_tokens=50),
+    )
+
+
+def parts(name: str, configuration: RLConfig) -> dict[str, int]:
+    placement = plan_placement(configuration, cpus=2, gpus=0)
+    processes = estimate_memory(configuration, placement, FACTS, "float32")
+    return next(process.parts for process in processes if process.name == name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    # Bytes per parameter on each of two ranks, float32: from stage 1 on 8 of moments and 4 of master copy are shared.
+    [(0, 4, 4, 8), (1, 4, 4, 6), (2, 4, 2, 6), (3, 2, 2, 6)],
+)
+def test_zero_stages_divide_what_they_partition(stage: int, weights: int, gradients: int, optimizer: int) -> None:
+    training = TrainingConfig(ranks=2, zero_stage=stage)  # type: ignore[arg-type]
+    state = learner_state_bytes(FACTS, training, dtype="float32")
+    assert state == {
+        "weights": weights * PARAMETERS,
+        "gradients": gradients * PARAMETERS,
+        "optimizer": optimizer * PARAMETERS,
+    }
+
+
+def test_bfloat16_halves_weights_and_gradients_and_always_has_a_master_copy() -> None:
+    state = learner_state_bytes(FACTS, TrainingConfig(zero_stage=0), dtype="bfloat16")
+    assert state == {"weights": 2 * PARAMETERS, "gradients": 2 * PARAMETERS, "optimizer": 12 * PARAMETERS}
+
+
+def test_checkpointing_keeps_one_block_and_the_input_of_each() -> None:
+    block = 8 * 64 + 2 * 32 + 4 * 128
+    assert activation_bytes(FACTS, tokens=10, dtype="float32", checkpointing=False) == 10 * 4 * block * 4
+    assert activation_bytes(FACTS, tokens=10, dtype="float32", checkpointing=True) == 10 * (4 * 64 + block) * 4
+
+
+@pytest.mark.slow
+def test_the_formula_of_the_activations_counts_what_autograd_saves_of_a_llama_block() -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaModel
+
+    def saved_bytes(layers: int) -> int:
+        settings = LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=50, attn_implementation="sdpa", use_cache=False,
+        )  # fmt: skip
+        model = LlamaModel(settings)
+        weights = {parameter.data_ptr() for parameter in model.parameters()}
+        kept: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.data_ptr() not in weights:
+                kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model(torch.zeros(1, 128, dtype=torch.long)).last_hidden_state.sum()
+        assert output.requires_grad
+        return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
+
+    measured = (saved_bytes(6) - saved_bytes(2)) / 4 * FACTS.layers
+    assert activation_bytes(FACTS, tokens=128, dtype="float32", checkpointing=False) == pytest.approx(
+        measured, rel=0.05
+    )
+
+
+def test_a_reference_model_only_counts_where_the_loss_has_a_kl_term() -> None:
+    assert "reference" not in parts("learner rank 0", config())
+    assert parts("learner rank 0", config(kl=0.1))["reference"] == 4 * PARAMETERS
+
+
+def test_a_micro_batch_is_never_shorter_than_the_longest_sequence() -> None:
+    assert longest_sequence(config()) == 128
+    short = config().model_copy(update={"training": TrainingConfig(tokens_per_micro_batch=1)})
+    expected = activation_bytes(FACTS, tokens=128, dtype="float32", checkpointing=False)
+    assert parts("learner rank 0", short)["activations"] == expected
+
+
+def test_only_the_first_rank_holds_weights_on_their_way_to_the_engines() -> None:
+    two = config(ranks=2)
+    assert parts("learner rank 0", two)["weights in transit"] == 4 * PARAMETERS
+    assert "weights in transit" not in parts("learner rank 1", two)
+
+
+def test_a_vllm_engine_takes_its_configured_cache_and_transformers_what_its_sequences_need() -> None:
+    assert parts("rollout engine 0", config())["key-value cache"] == config().rollout.kv_cache_bytes
+    per_token = 2 * 4 * 32 * 4
+    assert parts("rollout engine 0", config(engine="transformers"))["key-value cache"] == 10 * 128 * per_token
+
+
+def test_the_logits_are_counted_in_chunks() -> None:
+    assert parts("learner rank 0", config())["logits"] == 3 * 50 * 1000 * 4
