@@ -131,6 +131,19 @@ def test_rows_whose_assistant_text_cannot_be_told_apart_are_refused_and_counted(
     assert report.dropped == {"assistant text not separable in the rendered conversation": [0, 2]}
 
 
+def test_a_template_that_ends_only_the_last_turn_takes_single_turns_only(rows_file: RowsFile, llama_like: Any) -> None:
+    ending_last = with_template(
+        llama_like,
+        "{% for message in messages %}{{ '<|start|>' + message.role + '<|head|>' + message.content }}"
+        "{% if loop.last and message.role == 'assistant' %}{{ '<|eot|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant<|head|>' }}{% endif %}",
+    )
+    rows = rows_file(chat("a", "b"), chat("a", "b", "c", "d"))
+    examples, report = build_sft_examples(whole(rows), ending_last, LIMIT)
+    assert [learned(ending_last, example) for example in examples] == ["b<|eot|>"]
+    assert report.dropped == {"assistant text not separable in the rendered conversation": [1]}
+
+
 def test_a_row_whose_prompt_has_other_tokens_alone_is_refused(rows_file: RowsFile, line_merging: Any) -> None:
     assert len(line_merging("\n\n", add_special_tokens=False)["input_ids"]) == 1
     assert len(line_merging("\n\nb", add_special_tokens=False)["input_ids"]) == 3

@@ -76,7 +76,16 @@ def test_the_place_in_another_dataset_is_not_used(size: int, salt: int) -> None:
     warning = other.restore(before.state())
     assert warning is not None
     assert "dataset is not the one the checkpoint was made with" in warning
-    assert drawn(other, 30) == drawn(cursor(size, salt=salt), 30)
+    rows = [row for _, row in drawn(other, size)]
+    assert sorted(rows) == list(range(size))
+
+
+def test_ids_stay_unique_when_a_run_goes_on_with_another_dataset() -> None:
+    before = cursor(5)
+    ids = {group_id for group_id, _ in drawn(before, 12)}
+    other = cursor(9, salt=1)
+    other.restore(before.state())
+    assert ids.isdisjoint(group_id for group_id, _ in drawn(other, 20))
 
 
 def test_the_state_does_not_grow_with_the_run() -> None:

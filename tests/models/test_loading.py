@@ -1,10 +1,12 @@
 """Loading a policy: deterministic in training mode, and clear words for what is missing."""
 
 import json
+import time
 
 import pytest
 import torch
 
+from slipstream.data import hub
 from slipstream.errors import ModelError
 from slipstream.models.attention import packed_sequences
 from slipstream.models.loading import load_policy
@@ -88,8 +90,10 @@ def test_a_family_whose_attention_is_not_computed_is_refused_at_load(make_model,
         load_policy(str(tmp_path), dtype="float32")
 
 
-def test_a_hub_name_that_cannot_be_had_points_to_a_local_folder(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_a_hub_name_that_cannot_be_had_fails_at_once_and_points_to_a_local_folder(monkeypatch):
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    started = time.monotonic()
     with pytest.raises(ModelError) as caught:
         load_policy("nobody/no-such-model", dtype="float32")
     assert "'nobody/no-such-model'" in str(caught.value) and "local folder" in str(caught.value)
+    assert time.monotonic() - started < 3

@@ -72,10 +72,8 @@ def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[p
     return alive(processes)
 
 
-@pytest.mark.timeout(240)
-def test_kill_9_of_the_engine_takes_its_engine_core_along(
-    program: EngineProcess, engines: Any, collect: Any
-) -> None:
+@pytest.mark.timeout(120)
+def test_kill_9_of_the_engine_takes_its_engine_core_along(program: EngineProcess, engines: Any, collect: Any) -> None:
     answer = program.read()
     processes = children(program.process.pid)
     assert set(answer["facts"]["core_processes"]) <= {process.pid for process in processes}
@@ -89,7 +87,7 @@ def test_kill_9_of_the_engine_takes_its_engine_core_along(
             assert sample.log_probs.tolist() == log_probs
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(120)
 def test_a_dead_engine_core_is_an_error_within_seconds_and_shutdown_leaves_nothing(program: EngineProcess) -> None:
     [core] = program.read()["facts"]["core_processes"]
     os.kill(core, signal.SIGKILL)
@@ -105,7 +103,7 @@ def test_a_dead_engine_core_is_an_error_within_seconds_and_shutdown_leaves_nothi
     assert wait_until_gone(processes, 20) == []
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(120)
 def test_a_clean_shutdown_leaves_no_process_and_no_shared_memory(program: EngineProcess) -> None:
     program.read()
     processes = children(program.process.pid)

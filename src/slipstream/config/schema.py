@@ -1,7 +1,7 @@
 """Every configuration key of Slipstream, its type, its range, its default and its meaning.
 
 One class per section; a section means the same in every workflow that has it. The descriptions here are what
-`slipstream rl --help-config` and the documentation show. Imports nothing heavy: validation answers at once.
+`slipstream rl --help` and the documentation show. Imports nothing heavy: validation answers at once.
 """
 
 from typing import Any, Literal, Self

@@ -74,10 +74,10 @@ class RowCursor(Generic[Item]):
         """Go on where `state` was taken. The cursor must have been made with the same seed and shuffle.
 
         A place in other data has no meaning here: the cursor then starts at the beginning, and the text of a warning
-        is returned.
+        is returned. It counts that as a new epoch, so that draw ids stay unique within the run.
         """
         if state["fingerprint"] != self._fingerprint:
-            self._move_to(0, 0)
+            self._move_to(state["epoch"] + 1, 0)
             return (
                 "the dataset is not the one the checkpoint was made with, or is rendered differently: starting from "
                 "its beginning"

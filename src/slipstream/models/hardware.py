@@ -40,7 +40,7 @@ def detect_hardware() -> Hardware:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    native_bfloat16 = torch.cuda.is_bf16_supported() if gpus else _cpu_has_native_bfloat16()
+    native_bfloat16 = torch.cuda.is_bf16_supported() if gpus else cpu_has_native_bfloat16()
     return Hardware(
         device="cuda" if gpus else "cpu",
         dtype="bfloat16" if native_bfloat16 else "float32",
@@ -71,7 +71,7 @@ def attention_kernel(device: str, dtype: str) -> AttentionKernel:
     return "varlen" if device == "cuda" and dtype in ("bfloat16", "float16") else "sdpa"
 
 
-def _cpu_has_native_bfloat16() -> bool:
+def cpu_has_native_bfloat16() -> bool:
     if not CPU_INFORMATION.exists():
         return False
     for line in CPU_INFORMATION.read_text().splitlines():

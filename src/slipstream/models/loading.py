@@ -1,5 +1,7 @@
 """Loading a causal language model for training: packed attention, no dropout, and words for all that can fail."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from slipstream.data.hub import hub_or_cache
 from slipstream.errors import ModelError
 from slipstream.models.attention import PACKED_ATTENTION
 from slipstream.models.log_probs import verify_head
@@ -26,19 +29,21 @@ def load_policy(path: str, *, dtype: str, activation_checkpointing: bool = False
     """
     # A progress bar per process, in a log nobody watches, helps nobody.
     disable_progress_bar()
-    config = _load_config(path)
+    with from_folder_or_hub(path):
+        config = _load_config(path)
     for section in (config, getattr(config, "text_config", None)):
         _remove_randomness(section)
     # Annotated for the type checker, which thinks a model comes alone whatever is asked for.
     loaded: Any
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=PACKED_ATTENTION,
-            output_loading_info=True,
-        )
+        with from_folder_or_hub(path):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=PACKED_ATTENTION,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model.path: cannot load a causal language model from {path!r}: {_first_line(error)}"
@@ -57,6 +62,16 @@ def load_policy(path: str, *, dtype: str, activation_checkpointing: bool = False
     if activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+@contextmanager
+def from_folder_or_hub(path: str) -> Iterator[None]:
+    """Within it, a hub name is looked up in the local cache at once where the hub does not answer."""
+    if Path(path).is_dir():
+        yield
+    else:
+        with hub_or_cache():
+            yield
 
 
 def _load_config(path: str) -> Any:

@@ -9,6 +9,7 @@ version in force when the response ends. While `max_staleness` is 0 nothing is u
 """
 
 import asyncio
+import math
 import os
 import pickle
 import time
@@ -39,6 +40,8 @@ Answer = TypeVar("Answer")
 
 # Longest wait for one answer of the EngineCore that is not generation: pausing, loading a bucket, closing.
 CORE_TIMEOUT_S = 600.0
+# How often a waiting call looks whether the EngineCore is still alive.
+CORE_CHECK_S = 1.0
 # Tokens of one forward pass on CPU. Larger is no faster; it bounds the memory of activations.
 CPU_TOKENS_PER_PASS = 4096
 # vLLM's default block on CPU has 128 tokens: prompts shorter than that would never be shared within a group.
@@ -232,13 +235,12 @@ class VLLMEngine:
         parameters = self._parameters(request, sampling)
         identifier = f"{self._calls}-{request.group_id}"
         try:
-            output = await _final_output(engine, request.prompt_tokens, parameters, identifier, admitted)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            raise EngineError(
-                f"{self._name} failed (generating group {request.group_id}): {_first_line(error)}"
-            ) from error
+            # How long generation may take is for the caller to say.
+            output = await self._answer(
+                _final_output(engine, request.prompt_tokens, parameters, identifier, admitted),
+                f"generating group {request.group_id}",
+                timeout_s=math.inf,
+            )
         finally:
             admitted.set()
         seconds = time.monotonic() - began
@@ -297,14 +299,26 @@ class VLLMEngine:
         answers = await self._answer(self._running().collective_rpc(method, args=arguments), method)
         return list(answers)
 
-    async def _answer(self, waiting: Awaitable[Answer], what: str) -> Answer:
-        """Wait for the EngineCore, with a deadline and an error that says what it was about."""
+    async def _answer(self, waiting: Awaitable[Answer], what: str, *, timeout_s: float = CORE_TIMEOUT_S) -> Answer:
+        """Wait for the EngineCore, with a deadline and an error that says what it was about.
+
+        A call sent to a process that has just been killed would never be answered: so look whether it is alive.
+        """
+        engine = self._running()
+        task = asyncio.ensure_future(waiting)
+        deadline = time.monotonic() + timeout_s
         try:
-            return await asyncio.wait_for(waiting, CORE_TIMEOUT_S)
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self._name}: vLLM's EngineCore did not answer within {CORE_TIMEOUT_S:.0f} s ({what})"
-            ) from error
+            while not (await asyncio.wait({task}, timeout=CORE_CHECK_S))[0]:
+                if engine.errored:
+                    raise EngineError(f"{self._name} failed ({what}): vLLM's EngineCore process has died")
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"{self._name}: vLLM's EngineCore did not answer within {timeout_s:.0f} s ({what})"
+                    )
+        finally:
+            task.cancel()
+        try:
+            return task.result()
         except SlipstreamError:
             raise
         except Exception as error:

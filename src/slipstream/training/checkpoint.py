@@ -18,6 +18,7 @@ import torch
 import torch.distributed as distributed
 
 from slipstream.errors import RunDirectoryError, TrainingError
+from slipstream.models.loading import from_folder_or_hub
 
 DEEPSPEED_TAG = "engine"
 DESCRIPTION_FILE = "learner.json"
@@ -113,7 +114,7 @@ def export_model(model: Any, folder: Path, *, state: dict[str, torch.Tensor], mo
     from transformers import AutoConfig, GenerationConfig
     from transformers.utils import cached_file
 
-    with storage_errors(folder, "the exported model"):
+    with storage_errors(folder, "the exported model"), from_folder_or_hub(model_path):
         folder.mkdir(parents=True, exist_ok=True)
         generation_config = model.generation_config
         # Real models ship generation settings that saving refuses; the file is copied instead.

@@ -84,7 +84,7 @@ def _open_group(channel: ChannelAddress, rank: int) -> ProcessGroupGloo:
         )
     try:
         store = TCPStore(channel.host, channel.port, size, rank == SENDER_RANK, timeout=timeout, wait_for_workers=False)
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
         options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(channel))]
         return ProcessGroupGloo(PrefixStore(f"slipstream-{channel.run_id}", store), rank, size, options)
@@ -114,7 +114,7 @@ def _broadcast(group: ProcessGroupGloo | None, buffer: torch.Tensor, channel: Ch
     options = BroadcastOptions()
     options.rootRank = SENDER_RANK
     try:
-        group.broadcast([buffer], options).wait()
+        group.broadcast([buffer], options).wait()  # type: ignore[attr-defined]  # missing in torch's stubs
     except RuntimeError as error:
         raise WeightSyncError(
             f"a bucket of weights did not pass between the learner and {channel.receivers} rollout engines within "

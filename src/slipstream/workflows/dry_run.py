@@ -101,14 +101,14 @@ def dry_run(config: Workflow, *, machine: Machine | None = None) -> DryRun:
 
 def look_at_machine() -> Machine:
     """Cores, memory and GPUs of this machine, without torch."""
-    from slipstream.models.hardware import _cpu_has_native_bfloat16
+    from slipstream.models.hardware import cpu_has_native_bfloat16
 
     gpus = len(visible_gpus())
     return Machine(
         cpus=len(os.sched_getaffinity(0)),
         gpus=gpus,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        native_bfloat16=gpus > 0 or _cpu_has_native_bfloat16(),
+        native_bfloat16=gpus > 0 or cpu_has_native_bfloat16(),
     )
 
 
