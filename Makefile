@@ -23,7 +23,7 @@ INSTALLED := .venv/.installed-$(SET)
 
 # The last line on standard output is the demo's JSON object: echo nothing after it.
 demo: $(INSTALLED)
-	@$(BIN)/slipstream pipeline recipes/demo.yaml --json
+	@$(BIN)/slipstream pipeline recipes/demo.yaml --output_dir runs/demo-$$(date +%Y%m%d-%H%M%S) --json
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest

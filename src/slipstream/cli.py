@@ -166,8 +166,20 @@ def _run_workflow(options: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(_config_class(options.verb), recipe, overrides)
     if options.dry_run:
         return _dry_run(config, as_json=options.json)
-    _finish(_start(options.verb, config), as_json=options.json)
+    try:
+        summary = _start(options.verb, config)
+    except KeyboardInterrupt:
+        if options.verb != "evaluate":
+            _say_how_to_go_on(Path(config.output_dir))
+        raise
+    _finish(summary, as_json=options.json)
     return 0
+
+
+def _say_how_to_go_on(run_dir: Path) -> None:
+    """Said only where the run had begun; an evaluation leaves nothing to resume."""
+    if (run_dir / "checkpoints").is_dir() or (run_dir / "sft").is_dir():
+        print(f"go on with: slipstream resume {run_dir}", file=sys.stderr)
 
 
 def _start(verb: str, config: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -169,12 +170,22 @@ def changed() -> Callable[[PreTrainedModel, int], PreTrainedModel]:
     return perturb
 
 
+def several_buckets(model: PreTrainedModel, channel: ChannelAddress) -> WeightPlan:
+    tensors = ((name, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in model.named_parameters())
+    return make_plan(tensors, 60_000, channel=channel)
+
+
 @pytest.fixture(scope="session")
 def shared_memory_plan() -> Callable[[PreTrainedModel], WeightPlan]:
-    """A plan of several buckets for a model."""
+    return lambda model: several_buckets(model, ChannelAddress("shared_memory", f"test-{uuid.uuid4().hex[:8]}"))
 
+
+@pytest.fixture(scope="session")
+def gloo_plan() -> Callable[[PreTrainedModel], WeightPlan]:
     def plan(model: PreTrainedModel) -> WeightPlan:
-        tensors = ((name, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in model.named_parameters())
-        return make_plan(tensors, 60_000, channel=ChannelAddress("shared_memory", f"test-{uuid.uuid4().hex[:8]}"))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return several_buckets(model, ChannelAddress("gloo", "test", port=port, timeout_s=30))
 
     return plan

@@ -105,10 +105,12 @@ def test_a_dead_engine_core_is_an_error_within_seconds_and_shutdown_leaves_nothi
 
 @pytest.mark.timeout(120)
 def test_a_clean_shutdown_leaves_no_process_and_no_shared_memory(program: EngineProcess) -> None:
-    program.read()
+    made = program.read()["facts"]["shared_memory"]
+    assert made and all(Path(path).exists() for path in made)
     processes = children(program.process.pid)
     program.end_input()
     assert program.process.wait(timeout=30) == 0
     assert wait_until_gone(processes, 5) == []
+    assert not any(Path(path).exists() for path in made)
     left = set(os.listdir("/dev/shm")) - program.shared_memory_before
-    assert not {name for name in left if name.startswith(("psm_", "sem.mp", "torch_"))}
+    assert not {name for name in left if name.startswith(("psm_", "torch_"))}

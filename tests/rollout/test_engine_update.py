@@ -1,5 +1,6 @@
 """After a publish an engine computes with the new weights and with nothing of the old ones, on either engine."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from slipstream.errors import WeightSyncError
 from slipstream.rollout.messages import GroupRequest, SamplingParameters
+from slipstream.weights.gloo import GlooSender
 from slipstream.weights.shared_memory import SharedMemorySender, segment_path
 
 TOLERANCE = 1e-4
@@ -120,6 +122,26 @@ def test_responses_after_a_publish_use_no_prefix_cached_with_the_old_weights(
                 expected = reference_log_probs(model, whole)[len(PROBE) - 1 :]
                 np.testing.assert_allclose(sample.log_probs, expected, atol=TOLERANCE)
                 assert (sample.versions == version).all()
+
+
+def test_weights_may_also_come_through_gloo(
+    engine: Any, folder: Path, run: Any, load_reference: Any, reference_log_probs: Any, changed: Any, gloo_plan: Any
+) -> None:
+    model = changed(load_reference(folder), 5)
+    plan = gloo_plan(model)
+
+    async def update() -> None:
+        await engine.begin_update()
+        sender = None
+        for index, bucket in enumerate(plan.buckets):
+            loading = asyncio.ensure_future(engine.load_bucket(plan, index))
+            sender = sender or await asyncio.to_thread(GlooSender, plan)
+            sent = await asyncio.to_thread(sender.send, bucket, dict(model.named_parameters()))
+            assert await loading == sent
+        await engine.finish_update(5)
+
+    run(update())
+    np.testing.assert_allclose(run(engine.probe(PROBE)), reference_log_probs(model, PROBE), atol=TOLERANCE)
 
 
 def test_one_damaged_bit_shows_in_the_checksum_of_its_tensor_alone(

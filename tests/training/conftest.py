@@ -71,7 +71,7 @@ def learner() -> Iterator[LearnerFactory]:
 
     def make(folder: Path, **changes) -> LearnerRank:
         rank = LearnerRank(make_spec(folder, **changes))
-        rank.start(rank.meeting_point())
+        rank.start(rank.meeting_point("127.0.0.1"))
         started.append(rank)
         return rank
 

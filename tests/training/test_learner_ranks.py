@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.algorithms.objective import PolicyObjective
 from slipstream.errors import RunDirectoryError, TrainingError
-from slipstream.training.process_group import free_port, host_address
+from slipstream.training.process_group import open_listener
 from slipstream.weights.checksum import tensor_checksum
 from slipstream.weights.plan import ChannelAddress
 
@@ -33,9 +33,15 @@ PROBE = np.arange(1, 6)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
+def free_port() -> int:
+    """A port that was free a moment ago: the ranks are processes of their own, so rank 0 cannot open it before."""
+    with open_listener("127.0.0.1") as listener:
+        return int(listener.getsockname()[1])
+
+
 def run_ranks(jobs: list[list], folder: Path) -> list[list[dict[str, Any]]]:
     """Run one job per rank, each in a process, all at the same time; returns their results."""
-    processes, meeting_point = [], (host_address(), free_port())
+    processes, meeting_point = [], ("127.0.0.1", free_port())
     try:
         for rank, job in enumerate(jobs):
             job_file, result_file = folder / f"job_{rank}.pickle", folder / f"result_{rank}.pickle"

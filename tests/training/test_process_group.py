@@ -6,22 +6,21 @@ import pytest
 import torch.distributed as distributed
 
 from slipstream.errors import TrainingError
-from slipstream.training.process_group import free_port, host_address, import_deepspeed, join_process_group
+from slipstream.training.process_group import import_deepspeed, join_process_group, open_listener
 
 
-def test_a_free_port_can_be_listened_on():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
-
-
-def test_the_address_of_the_host_is_one_it_answers_at():
-    with socket.socket() as listener:
-        listener.bind((host_address(), 0))
+def test_a_listener_has_a_port_that_nobody_else_can_take_and_listens_at_its_address_only():
+    with open_listener("127.0.0.1") as listener:
+        address, port = listener.getsockname()
+        assert address == "127.0.0.1"
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((address, port))
 
 
 def test_a_process_joins_once_and_refuses_another_place():
-    place = {"address": "127.0.0.1", "port": free_port(), "device": "cpu", "backend": "gloo", "timeout_s": 30.0}
-    join_process_group(rank=0, world_size=1, **place)
+    listener = open_listener("127.0.0.1")
+    place = {"meeting_point": listener.getsockname(), "device": "cpu", "backend": "gloo", "timeout_s": 30.0}
+    join_process_group(rank=0, world_size=1, listener=listener, **place)
     group = distributed.group.WORLD
     join_process_group(rank=0, world_size=1, **place)
     assert distributed.group.WORLD is group

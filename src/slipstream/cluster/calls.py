@@ -28,6 +28,7 @@ class RemoteEngine:
     start_arguments: tuple[Any, ...] = ()
     pid: int | None = None
     node: str | None = None
+    address: str | None = None
 
     def submit(self, method: str, *arguments: Any, **keywords: Any) -> PendingCall:
         """Start a call and return at once."""
@@ -95,9 +96,7 @@ def fetch(call: PendingCall, reference: Any) -> Any:
         cause = error.cause
         if isinstance(cause, SlipstreamError):
             raise cause from None
-        raise EngineError(
-            f"{call.description} raised {type(cause).__name__}: {cause}{_log_text([call])}"
-        ) from error
+        raise EngineError(f"{call.description} raised {type(cause).__name__}: {cause}{_log_text([call])}") from error
     except RayActorError as error:
         raise EngineError(
             f"{call.engine.name} died during {call.method} (process {call.engine.pid} on node {call.engine.node}): "

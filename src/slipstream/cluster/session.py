@@ -2,7 +2,7 @@
 
 Everything a run starts carries its run id in the environment (`SLIPSTREAM_RUN_ID`), and shared memory carries it in
 the name, so that at the end nothing of it stays: no process, no Ray session, no segment. A controller that is killed
-outright cannot clean up; its processes die with it (the kernel tells them) and the next run removes its files.
+outright cannot clean up; a watchdog does it then.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,16 +19,23 @@ from types import FrameType
 from typing import Any
 
 from slipstream.cluster.calls import PendingCall, RemoteEngine, gather
+from slipstream.cluster.remains import (
+    RUN_ID_VARIABLE,
+    TEMPORARY_PREFIX,
+    kill_processes_of_run,
+    posix_segments,
+    remove_remains_of_dead_runs,
+    remove_segments,
+    remove_unused_posix_segments,
+)
+from slipstream.cluster.watchdog import Watchdog
 from slipstream.config.schema import ClusterConfig
 from slipstream.errors import EngineError
 from slipstream.observe.logs import get_logger
 
-RUN_ID_VARIABLE = "SLIPSTREAM_RUN_ID"
-TEMPORARY_PREFIX = "slipstream-ray-"
-SHARED_MEMORY_PREFIX = "slipstream-"
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 OBJECT_STORE_BYTES = 1 << 30
 ENGINE_SHUTDOWN_DEADLINE_S = 10.0
-LEFTOVER_GRACE_S = 3.0
 
 logger = get_logger("cluster")
 
@@ -47,12 +52,18 @@ class ClusterSession:
         self.engines: list[RemoteEngine] = []
         self._final_log_folder = log_folder
         self._temporary_folder: Path | None = None
-        self._psm_before = _posix_segments()
+        self._watchdog: Watchdog | None = None
+        self._psm_before = posix_segments()
 
     @property
     def log_folder(self) -> Path | None:
         """Where engines write while they run; None in a cluster that we joined."""
         return self._temporary_folder / "session_latest" / "logs" if self._temporary_folder else None
+
+    @property
+    def socket_folder(self) -> Path | None:
+        """Where engines put sockets, to be removed with the session; None in a cluster that we joined."""
+        return self._temporary_folder
 
     def __enter__(self) -> ClusterSession:
         remove_remains_of_dead_runs()
@@ -77,15 +88,18 @@ class ClusterSession:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         if self.config.address is None:
             # A short path: the sockets in it may not exceed 107 characters.
-            self._temporary_folder = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{os.getpid()}-", dir="/tmp"))
+            self._temporary_folder = Path("/tmp") / f"{TEMPORARY_PREFIX}{self.run_id}"
+            self._temporary_folder.mkdir(mode=0o700)
             options |= {
                 "address": "local",
                 "include_dashboard": False,
+                "_node_ip_address": LOOPBACK,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(self._temporary_folder),
             }
         else:
             options |= {"address": self.config.address}
+        self._watchdog = Watchdog(self.run_id, self._temporary_folder)
         try:
             ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -109,11 +123,17 @@ class ClusterSession:
             num_cpus=cpus,
             num_gpus=gpus,
             max_restarts=0,
-            runtime_env={"env_vars": {RUN_ID_VARIABLE: self.run_id, **(environment or {})}},
+            runtime_env={"env_vars": self._environment | (environment or {})},
         ).remote(*arguments)
         engine = RemoteEngine(name=name, handle=handle, log_folder=self.log_folder)
         self.engines.append(engine)
         return engine
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        """What every engine finds in its environment. On one machine collectives stay on the loopback interface."""
+        local = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE} if self.config.address is None else {}
+        return {RUN_ID_VARIABLE: self.run_id} | local
 
     def close(self) -> None:
         """Stop every engine, stop Ray where we started it, and remove what is left. Safe to call twice."""
@@ -126,18 +146,23 @@ class ClusterSession:
             self.engines.clear()
             kill_processes_of_run(self.run_id)
             self._keep_logs()
-            _remove_segments(SHARED_MEMORY_PREFIX + self.run_id)
-            _remove_unused_posix_segments(_posix_segments() - self._psm_before)
+            remove_segments(self.run_id)
+            remove_unused_posix_segments(posix_segments() - self._psm_before)
             os.environ.pop(RUN_ID_VARIABLE, None)
+            if self._watchdog is not None:
+                self._watchdog.dismiss()
+                self._watchdog = None
 
     def _stop_engines(self) -> None:
         import ray
         from ray.exceptions import RayError
 
         calls = [engine.submit("shutdown") for engine in self.engines]
-        ready, _ = ray.wait(
-            [call.reference for call in calls], num_returns=len(calls), timeout=ENGINE_SHUTDOWN_DEADLINE_S
-        ) if calls else ([], [])
+        ready, _ = (
+            ray.wait([call.reference for call in calls], num_returns=len(calls), timeout=ENGINE_SHUTDOWN_DEADLINE_S)
+            if calls
+            else ([], [])
+        )
         for call in calls:
             if call.reference in ready:
                 try:
@@ -193,83 +218,11 @@ def terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def kill_processes_of_run(run_id: str) -> list[int]:
-    """Kill what still carries the run's id, except ourselves. Returns the process ids that had to be killed."""
-    marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
-    deadline = time.monotonic() + LEFTOVER_GRACE_S
-    remaining = _processes_with(marker)
-    while remaining and time.monotonic() < deadline:
-        time.sleep(0.1)
-        remaining = _processes_with(marker)
-    for pid in remaining:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return remaining
-
-
-def remove_remains_of_dead_runs() -> None:
-    """Remove Ray folders and shared memory of controllers that were killed before they could."""
-    for path in Path("/tmp").glob(f"{TEMPORARY_PREFIX}*"):
-        if _owner_is_dead(path.name.removeprefix(TEMPORARY_PREFIX)):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}*"):
-        if _owner_is_dead(path.name.removeprefix(SHARED_MEMORY_PREFIX)):
-            path.unlink(missing_ok=True)
-
-
-def _owner_is_dead(name: str) -> bool:
-    pid = name.split("-")[0]
-    return pid.isdigit() and not Path(f"/proc/{pid}").exists()
-
-
-def _processes_with(marker: bytes) -> list[int]:
-    found = []
-    for path in Path("/proc").iterdir():
-        if not path.name.isdigit() or int(path.name) == os.getpid():
-            continue
-        # Processes of others, and those that end while we look, cannot be read.
-        with suppress(OSError):
-            if marker in (path / "environ").read_bytes().split(b"\0") and _is_alive(path):
-                found.append(int(path.name))
-    return found
-
-
-def _is_alive(process_folder: Path) -> bool:
-    """False for a zombie, which only waits for its parent to read its exit code."""
-    state = (process_folder / "stat").read_text().rpartition(")")[2].split()[0]
-    return state != "Z"
-
-
-def _remove_segments(prefix: str) -> None:
-    for path in Path("/dev/shm").glob(f"{prefix}*"):
-        path.unlink(missing_ok=True)
-
-
-def _posix_segments() -> set[Path]:
-    """Segments with the names Python's shared_memory gives; vLLM leaves some behind when it is killed."""
-    return set(Path("/dev/shm").glob("psm_*"))
-
-
-def _remove_unused_posix_segments(candidates: set[Path]) -> None:
-    mapped = "" if not candidates else _all_memory_maps()
-    for path in candidates:
-        if str(path) not in mapped:
-            path.unlink(missing_ok=True)
-
-
-def _all_memory_maps() -> str:
-    texts = []
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            texts.append(path.read_text(errors="replace"))
-    return "".join(texts)
-
-
 def identify_engines(engines: list[RemoteEngine], *, deadline_s: float) -> None:
-    """Wait until each engine's process runs, and learn its process id and node: errors then show its log."""
+    """Wait until each engine's process runs; learn its process id, host and address. Errors then show its log."""
     calls = [PendingCall(engine, "process start", engine.handle.__ray_call__.remote(_identity)) for engine in engines]
-    for engine, (pid, node) in zip(engines, gather(calls, deadline_s=deadline_s), strict=True):
-        engine.pid, engine.node = pid, node
+    for engine, identity in zip(engines, gather(calls, deadline_s=deadline_s), strict=True):
+        engine.pid, engine.node, engine.address = identity
 
 
 def await_engines(engines: list[RemoteEngine], *, deadline_s: float) -> list[dict[str, Any]]:
@@ -278,5 +231,7 @@ def await_engines(engines: list[RemoteEngine], *, deadline_s: float) -> list[dic
     return gather([engine.submit("start", *engine.start_arguments) for engine in engines], deadline_s=deadline_s)
 
 
-def _identity(_actor: object) -> tuple[int, str]:
-    return os.getpid(), socket.gethostname()
+def _identity(_actor: object) -> tuple[int, str, str]:
+    import ray
+
+    return os.getpid(), socket.gethostname(), ray.util.get_node_ip_address()

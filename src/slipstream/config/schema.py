@@ -112,7 +112,7 @@ class TrainingConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW, on matrices only.")
     gradient_clip: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises from 0.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises; step k of W has (k + 1) / W of it.")
     final_learning_rate_share: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, of the peak.")
     tokens_per_micro_batch: int = Field(4096, ge=1, description="Packed tokens per forward and backward pass.")
     logits_chunk_tokens: int = Field(1024, ge=1, description="Rows of [tokens, vocabulary] that exist at one time.")
@@ -123,6 +123,15 @@ class TrainingConfig(Section):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), found {self.betas}")
         return self
+
+
+def require_trainable(model: ModelConfig, training: TrainingConfig) -> None:
+    """Raises ValueError for a combination that DeepSpeed cannot train."""
+    if model.dtype == "bfloat16" and training.zero_stage == 0:
+        raise ValueError(
+            "training.zero_stage 0 cannot train bfloat16 weights: set training.zero_stage to 1, 2 or 3, or model.dtype "
+            "to float32"
+        )
 
 
 class EvaluationConfig(Section):
@@ -189,6 +198,7 @@ class RLConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        require_trainable(self.model, self.training)
         if self.rollout.groups_per_step % self.optimizer_steps_per_batch:
             raise ValueError(
                 f"rollout.groups_per_step ({self.rollout.groups_per_step}) must be divisible by "
@@ -231,6 +241,7 @@ class SFTConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        require_trainable(self.model, self.training)
         if self.data.response_key is None:
             raise ValueError("data.response_key must name the column with the response to imitate")
         if self.batch_size < self.training.ranks:

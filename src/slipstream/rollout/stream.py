@@ -7,7 +7,6 @@ fresh prompt. The loop only ever calls `take` and `publish`.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from slipstream.errors import EngineError, RewardError
 from slipstream.rollout.admission import Admission
 from slipstream.rollout.episodes import single_turn_trajectory
 from slipstream.rollout.messages import GroupRequest, GroupResult, SamplingParameters
+from slipstream.rollout.seeds import group_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,11 @@ class Generators:
 class GroupStream:
     """Prompts in flight through generation and scoring. Yields groups in the order in which they complete."""
 
-    def __init__(self, generators: Generators, sampling: SamplingParameters, *, samples_per_prompt: int) -> None:
+    def __init__(
+        self, generators: Generators, sampling: SamplingParameters, *, samples_per_prompt: int, purpose: str
+    ) -> None:
+        """`purpose` ("training", "evaluation") keeps the seeds of two streams of the same prompts apart."""
+        self.purpose = purpose
         self.generators = generators
         self.sampling = sampling
         self.samples_per_prompt = samples_per_prompt
@@ -65,7 +69,7 @@ class GroupStream:
                     group_id=occurrence.group_id,
                     prompt_tokens=occurrence.prompt.tokens,
                     samples=self.samples_per_prompt,
-                    seed=sampling_seed(self.generators.seed, occurrence.group_id),
+                    seed=group_seed(self.generators.seed, occurrence.group_id, purpose=self.purpose),
                 )
             )
             self.next_engine = (self.next_engine + 1) % len(engines)
@@ -236,9 +240,3 @@ class RolloutStream:
                 f"({self.admission.groups_per_step}); the last one: {group.failures[0]}. "
                 "Mend the reward function (reward.function), then go on with `slipstream resume`"
             )
-
-
-def sampling_seed(run_seed: int, *names: str) -> int:
-    """A seed of 31 bits that depends on all its arguments and on nothing else: not on engine, time or order."""
-    text = "/".join([str(run_seed), *names])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -191,11 +192,11 @@ class TransformersEngine:
         # repetition penalty of its own, which `generate` would mix into whatever the request leaves at its default.
         model.generation_config = GenerationConfig()
         model.requires_grad_(False)
-        return model.to(self._spec.device).eval()
+        return nn.Module.to(model, self._spec.device).eval()
 
     @torch.no_grad()
     def _generate_batch(self, rows: Sequence[_Row], sampling: SamplingParameters, began: float) -> list[Sample]:
-        model = self._running()
+        model: Any = self._running()
         device = model.device
         width = max(len(row.prompt) for row in rows)
         pad = self._end_tokens[0]

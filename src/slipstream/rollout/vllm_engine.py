@@ -42,6 +42,8 @@ Answer = TypeVar("Answer")
 CORE_TIMEOUT_S = 600.0
 # How often a waiting call looks whether the EngineCore is still alive.
 CORE_CHECK_S = 1.0
+# How long the EngineCore may take to leave before it is killed.
+CPU_SHUTDOWN_GRACE_S = 2.0
 # Tokens of one forward pass on CPU. Larger is no faster; it bounds the memory of activations.
 CPU_TOKENS_PER_PASS = 4096
 # vLLM's default block on CPU has 128 tokens: prompts shorter than that would never be shared within a group.
@@ -83,6 +85,7 @@ class VLLMEngine:
         self._under_way = 0
         self._version = 0
         self._plan: WeightPlan | None = None
+        self._shared_memory: list[str] = []
         self._end_tokens: tuple[int, ...] = ()
         self._vocabulary_size = 0
         self._generated_tokens = 0
@@ -105,11 +108,13 @@ class VLLMEngine:
             ) from error
         self._vocabulary_size = self._engine.model_config.get_vocab_size()
         core_processes = await self._worker_call("slipstream_die_with_parent", os.getpid())
+        self._shared_memory = _shared_memory_of([os.getpid(), *core_processes])
         return {
             "engine": "vllm",
             "seconds": time.monotonic() - began,
             "pid": os.getpid(),
             "core_processes": core_processes,
+            "shared_memory": self._shared_memory,
             "end_token_ids": list(self._end_tokens),
             "vocabulary_size": self._vocabulary_size,
             "memory_bytes": _memory_bytes(),
@@ -204,7 +209,13 @@ class VLLMEngine:
         """See `RolloutEngine.shutdown`."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            await asyncio.to_thread(engine.shutdown)
+            # The EngineCore has nothing to save; taking Python apart takes it longer than is worth waiting for on CPU.
+            # Elsewhere its workers have shared memory to release, and get vLLM's own grace.
+            grace_s = CPU_SHUTDOWN_GRACE_S if self._spec.device == "cpu" else None
+            await asyncio.to_thread(engine.shutdown, grace_s)
+        for path in self._shared_memory:
+            Path(path).unlink(missing_ok=True)
+        self._shared_memory = []
 
     async def _admit(
         self, requests: Sequence[GroupRequest], sampling: SamplingParameters
@@ -381,6 +392,30 @@ async def _final_output(
         raise
     finally:
         queue.close()
+
+
+def _shared_memory_of(processes: Sequence[int]) -> list[str]:
+    """Files in /dev/shm that these processes made by now (semaphores, message queues): a killed one leaves them.
+
+    Segments of ours are not among them: the learner makes and removes those.
+    """
+    mapped = set()
+    for process in processes:
+        for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+            # address, permissions, offset, device, inode, path. A semaphore is mapped under a passing name before it
+            # gets its own, so the inode is what identifies the file.
+            columns = line.split(maxsplit=5)
+            if columns[-1].startswith("/dev/shm/"):
+                mapped.add(int(columns[4]))
+    names = (*Path("/dev/shm").glob("sem.mp-*"), *Path("/dev/shm").glob("psm_*"))
+    return sorted(str(path) for path in names if _inode(path) in mapped)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _memory_bytes() -> int:

@@ -15,6 +15,7 @@ partitioned too.
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,7 +39,7 @@ from slipstream.models.policy import NAME_PREFIX, PolicyModule
 from slipstream.training.batch import MicroBatch, make_micro_batch
 from slipstream.training.checkpoint import export_model, load_checkpoint, save_checkpoint
 from slipstream.training.deepspeed_config import deepspeed_config
-from slipstream.training.process_group import free_port, host_address, import_deepspeed, join_process_group
+from slipstream.training.process_group import import_deepspeed, join_process_group, open_listener
 from slipstream.training.totals import StepTotals, nonfinite_examples
 from slipstream.weights.channel import WeightSender, open_sender
 from slipstream.weights.plan import ChannelAddress, WeightPlan, make_plan
@@ -76,12 +77,19 @@ class LearnerRank:
         self._optimizer_step = 0
         self._plan: WeightPlan | None = None
         self._sender: WeightSender | None = None
+        self._listeners: dict[int, socket.socket] = {}
 
     # ------------------------------------------------------------------ start and stop
 
-    def meeting_point(self) -> tuple[str, int]:
-        """Address of this host and a free port on it: where ranks, or the ends of a weight channel, can meet."""
-        return host_address(), free_port()
+    def meeting_point(self, address: str) -> tuple[str, int]:
+        """This host's `address` and a port on it that is ours: where ranks, or the ends of a weight channel, can meet.
+
+        `start` or the weight plan that is given the meeting point takes the port over.
+        """
+        listener = open_listener(address)
+        port = int(listener.getsockname()[1])
+        self._listeners[port] = listener
+        return address, port
 
     def start(self, meeting_point: tuple[str, int]) -> dict[str, Any]:
         """Meet the other ranks where rank 0 said, and load the models; returns what was loaded.
@@ -101,8 +109,8 @@ class LearnerRank:
         join_process_group(
             rank=spec.rank,
             world_size=spec.world_size,
-            address=meeting_point[0],
-            port=meeting_point[1],
+            meeting_point=meeting_point,
+            listener=self._listeners.pop(meeting_point[1], None),
             device=self._device,
             backend=hardware.collective_backend,
             timeout_s=spec.timeout_s,
@@ -321,7 +329,7 @@ class LearnerRank:
             if self._spec.rank != 0:
                 return {}
             if self._sender is None:
-                self._sender = open_sender(self._plan)
+                self._sender = open_sender(self._plan, self._listeners.pop(self._plan.channel.port, None))
             return self._sender.send(bucket, tensors)
 
     @contextmanager

@@ -10,30 +10,31 @@ from types import ModuleType
 from slipstream.errors import TrainingError
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on at this moment, on the host that calls it: rank 0's."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+def open_listener(address: str) -> socket.socket:
+    """A socket that listens at `address` on a port of the system's choice.
 
-
-def host_address() -> str:
-    """The address under which other hosts reach this one, or the loopback address where there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Connecting a datagram socket sends nothing: it only chooses the interface that leads outside.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    Whoever is told the port finds it taken by us from the first moment on: a port that is looked up, let go and taken
+    again later may be somebody else's by then. It listens at that address only, and not on every interface.
+    """
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen()
+    return listener
 
 
 def join_process_group(
-    *, rank: int, world_size: int, address: str, port: int, device: str, backend: str, timeout_s: float
+    *,
+    rank: int,
+    world_size: int,
+    meeting_point: tuple[str, int],
+    device: str,
+    backend: str,
+    timeout_s: float,
+    listener: socket.socket | None = None,
 ) -> None:
-    """Join the group of `world_size` ranks that meets at rank 0's `address` and `port`.
+    """Join the group of `world_size` ranks that meets at rank 0's `meeting_point`, an address and a port.
 
-    `timeout_s` bounds the meeting and every collective operation after it. A process that has joined a group of this
+    `listener` is rank 0's socket there; without it rank 0 opens the port itself. `timeout_s` bounds the meeting and every collective operation after it. A process that has joined a group of this
     size before keeps it. Raises TrainingError if the others do not come, or if the process is in another group.
     """
     import torch.distributed as distributed
@@ -45,6 +46,7 @@ def join_process_group(
                 f"become rank {rank} of {world_size}; start a new process"
             )
         return
+    address, port = meeting_point
     # Each rank sees one device only, its first. DeepSpeed reads these variables whatever it is told otherwise.
     os.environ |= {
         "RANK": str(rank),
@@ -54,15 +56,19 @@ def join_process_group(
         "MASTER_PORT": str(port),
     }
     deepspeed = import_deepspeed(device)
+    timeout = timedelta(seconds=timeout_s)
     try:
-        deepspeed.init_distributed(
-            dist_backend=backend,
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=timedelta(seconds=timeout_s),
-            rank=rank,
-            world_size=world_size,
+        store = distributed.TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        # Finds the group there already and uses it.
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     except (RuntimeError, ConnectionError) as error:
         raise TrainingError(
             f"learner rank {rank} waited {timeout_s:g} s for the other {world_size - 1} ranks at {address}:{port} and "

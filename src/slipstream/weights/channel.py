@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.weights.plan import Bucket, WeightPlan
 
 if TYPE_CHECKING:
+    import socket
+
     import torch
 
 
@@ -33,12 +35,12 @@ class WeightReceiver(Protocol):
         ...
 
 
-def open_sender(plan: WeightPlan) -> WeightSender:
-    """The learner's end of the plan's channel."""
+def open_sender(plan: WeightPlan, listener: "socket.socket | None" = None) -> WeightSender:
+    """The learner's end of the plan's channel; `listener` is the socket at its address, where it has one."""
     if plan.channel.kind == "gloo":
         from slipstream.weights.gloo import GlooSender
 
-        return GlooSender(plan)
+        return GlooSender(plan, listener)
     from slipstream.weights.shared_memory import SharedMemorySender
 
     return SharedMemorySender(plan)

@@ -22,10 +22,12 @@ SENDER_RANK = 0
 class GlooSender:
     """The learner's end: rank 0, which also hosts the rendezvous."""
 
-    def __init__(self, plan: WeightPlan) -> None:
-        """Waits for all receivers. Raises WeightSyncError if one has not come before the channel's time-out."""
+    def __init__(self, plan: WeightPlan, listener: socket.socket | None = None) -> None:
+        """Waits for all receivers. `listener` is the socket at the channel's address; without one it is opened here.
+
+        Raises WeightSyncError if one has not come before the channel's time-out."""
         self._channel = plan.channel
-        self._group: ProcessGroupGloo | None = _open_group(plan.channel, SENDER_RANK)
+        self._group: ProcessGroupGloo | None = _open_group(plan.channel, SENDER_RANK, listener)
         self._buffer = torch.empty(plan.largest_bucket_bytes, dtype=torch.uint8)
 
     def send(self, bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -74,7 +76,9 @@ class GlooReceiver:
         self._group = None
 
 
-def _open_group(channel: ChannelAddress, rank: int) -> ProcessGroupGloo:
+def _open_group(
+    channel: ChannelAddress, rank: int, listener: socket.socket | None = None
+) -> ProcessGroupGloo:
     timeout = timedelta(seconds=channel.timeout_s)
     size = channel.receivers + 1
     if not SENDER_RANK <= rank < size:
@@ -83,7 +87,15 @@ def _open_group(channel: ChannelAddress, rank: int) -> ProcessGroupGloo:
             f"{channel.receivers} receivers, numbered from 0"
         )
     try:
-        store = TCPStore(channel.host, channel.port, size, rank == SENDER_RANK, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(
+            channel.host,
+            channel.port,
+            size,
+            rank == SENDER_RANK,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
         options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(channel))]

@@ -17,9 +17,8 @@ from slipstream.rewards.engine import RewardEngine
 from slipstream.rollout.messages import RolloutEngineSpec
 from slipstream.rollout.stream import Generators
 from slipstream.training.group import LearnerGroup
-from slipstream.training.learner import LearnerRank, LearnerSpec
 from slipstream.weights.plan import ChannelAddress
-from slipstream.weights.publisher import WeightPublisher
+from slipstream.weights.publisher import PROBE_TOKENS, WeightPublisher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,6 +97,9 @@ def start_evaluation_engines(
 def _start_learner(
     session: ClusterSession, config: RLConfig | SFTConfig, placement: Placement, *, temperature: float
 ) -> list[RemoteEngine]:
+    # Only here: it imports torch, and bad input is to be refused at once.
+    from slipstream.training.learner import LearnerRank, LearnerSpec
+
     actors = placement.of_role("learner")
     is_rl = isinstance(config, RLConfig)
     steps_per_batch = config.optimizer_steps_per_batch if isinstance(config, RLConfig) else 1
@@ -119,7 +121,7 @@ def _start_learner(
         ranks.append(_start_actor(session, actor, LearnerRank, spec))
     # The ranks meet where rank 0 turned out to be, at a port that is free there.
     identify_engines(ranks, deadline_s=config.cluster.start_timeout_s)
-    address = gather([ranks[0].submit("meeting_point")], deadline_s=config.cluster.start_timeout_s)[0]
+    address = gather([ranks[0].submit("meeting_point", ranks[0].address)], deadline_s=config.cluster.start_timeout_s)[0]
     for rank_engine in ranks:
         rank_engine.start_arguments = (address,)
     return ranks
@@ -139,7 +141,7 @@ def _start_rollout_engines(
             model_path=config.model.path,
             dtype=resolve_dtype(config.model.dtype, hardware),
             device=hardware.device,
-            max_sequence_tokens=longest_prompt + config.rollout.max_response_tokens,
+            max_sequence_tokens=max(longest_prompt + config.rollout.max_response_tokens, PROBE_TOKENS + 2),
             max_concurrent_sequences=config.rollout.max_concurrent_sequences,
             kv_cache_bytes=config.rollout.kv_cache_bytes,
             gpu_memory_share=config.rollout.gpu_memory_share,
@@ -150,7 +152,11 @@ def _start_rollout_engines(
         if config.rollout.engine == "vllm":
             from slipstream.rollout.vllm_engine import VLLMEngine, vllm_environment
 
-            engines.append(_start_actor(session, actor, VLLMEngine, spec, environment=vllm_environment(spec)))
+            environment = vllm_environment(spec)
+            if session.socket_folder is not None:
+                # By default in /tmp, where vLLM leaves them.
+                environment["VLLM_RPC_BASE_PATH"] = str(session.socket_folder)
+            engines.append(_start_actor(session, actor, VLLMEngine, spec, environment=environment))
         else:
             from slipstream.rollout.transformers_engine import TransformersEngine
 
@@ -218,7 +224,7 @@ def _weight_channel(
         kind = "shared_memory" if {engine.node for engine in engines} == {ranks[0].node} else "gloo"
     host, port = "127.0.0.1", 0
     if kind == "gloo":
-        host, port = gather([ranks[0].submit("meeting_point")], deadline_s=config.cluster.start_timeout_s)[0]
+        host, port = gather([ranks[0].submit("meeting_point", ranks[0].address)], deadline_s=config.cluster.start_timeout_s)[0]
     return ChannelAddress(
         kind=kind,
         run_id=session.run_id,

@@ -84,7 +84,7 @@ class HeldOutPrompts:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         )
-        stream = GroupStream(self.generators, sampling, samples_per_prompt=samples)
+        stream = GroupStream(self.generators, sampling, samples_per_prompt=samples, purpose="evaluation")
         stream.submit(self.occurrences)
         groups: dict[str, Group] = {}
         while not stream.is_empty:

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.algorithms.objective import PolicyObjective
 from slipstream.cluster.session import ClusterSession, terminate_as_interrupt
-from slipstream.config.schema import RLConfig
+from slipstream.config.schema import AlgorithmConfig, RLConfig
 from slipstream.data.cursor import PromptCursor
 from slipstream.data.trajectory import Group
 from slipstream.errors import TrainingError
@@ -30,6 +29,9 @@ from slipstream.workflows.batch import TrainingBatch
 from slipstream.workflows.engines import start_rl_engines
 from slipstream.workflows.held_out import HeldOutPrompts, load_prompts
 from slipstream.workflows.records import RunRecords
+
+if TYPE_CHECKING:
+    from slipstream.algorithms.objective import PolicyObjective
 
 SKIPPED_STEPS_BEFORE_STOP = 3
 CONTROLLER_STATE = "controller.json"
@@ -48,12 +50,7 @@ class RLRun:
         self.config = config
         self.directory = directory
         self.step = 0
-        self.objective = PolicyObjective(
-            clip_low=config.algorithm.clip_low,
-            clip_high=config.algorithm.clip_high,
-            kl_coefficient=config.algorithm.kl_coefficient,
-            kl_estimator=config.algorithm.kl_estimator,
-        )
+        self.objective = policy_objective(config.algorithm)
         self._reward = reward
         self._skipped_in_a_row = 0
         self._elapsed_before_s = 0.0
@@ -98,6 +95,7 @@ class RLRun:
                     stop=tuple(config.rollout.stop),
                 ),
                 samples_per_prompt=config.rollout.samples_per_prompt,
+                purpose="training",
             ),
             PromptCursor(training_prompts, seed=config.seed, shuffle=config.data.shuffle),
             publisher=engines.publisher,
@@ -145,8 +143,8 @@ class RLRun:
         self._close_groups(groups, metrics)
         line = batch.metrics | policy_metrics(metrics) | {"weights/probe_difference": publication.probe_difference}
         line |= self._measured(groups, publication)
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        self.records.write_step(self.step, self.rollouts.version, metrics=line, trajectories=trajectories)
+        shown = [group.trajectories[0] for group in groups]
+        self.records.write_step(self.step, self.rollouts.version, metrics=line, trajectories=shown)
         self._phase_seconds.clear()
         if is_due(self.step, self.config.evaluation.every_steps, last=self.config.steps):
             self._evaluate()
@@ -223,6 +221,19 @@ class RLRun:
 
     def _elapsed_s(self) -> float:
         return self._elapsed_before_s + time.monotonic() - self._started
+
+
+def policy_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
+    """What the learner minimizes."""
+    # Only here: it imports torch, and bad input is to be refused at once.
+    from slipstream.algorithms.objective import PolicyObjective
+
+    return PolicyObjective(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        kl_coefficient=algorithm.kl_coefficient,
+        kl_estimator=algorithm.kl_estimator,
+    )
 
 
 def policy_metrics(metrics: dict[str, Any]) -> dict[str, float]:

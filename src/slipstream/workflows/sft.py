@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from slipstream.algorithms.objective import SupervisedObjective
 from slipstream.cluster.session import ClusterSession, terminate_as_interrupt
 from slipstream.config.loader import dump_config
 from slipstream.config.schema import SFTConfig
@@ -78,9 +77,13 @@ class SFTRun:
         self._stack.close()
 
     def _set_up(self) -> None:
+        # Only here: it imports torch, and bad input is to be refused at once.
+        from slipstream.algorithms.objective import SupervisedObjective
+
         config, enter = self.config, self._stack.enter_context
         enter(terminate_as_interrupt())
         examples, self.held_out = _load_examples(config)
+        self.objective = SupervisedObjective()
         self.cursor = RowCursor(examples, seed=config.seed, shuffle=config.data.shuffle)
         self.records = enter(
             RunRecords(
@@ -109,7 +112,7 @@ class SFTRun:
         rows = self.cursor.take(self.config.batch_size)
         examples = with_token_mean_weights([row.item for row in rows])
         with self.records.timeline.span("controller", "train", step=self.step + 1):
-            metrics = self.learner.update([examples], SupervisedObjective())
+            metrics = self.learner.update([examples], self.objective)
         self.step += 1
         self._check_finite(metrics)
         seconds = time.monotonic() - start
@@ -119,7 +122,7 @@ class SFTRun:
             "throughput/tokens_per_s": sum(len(example.tokens) for example in examples) / seconds,
         }
         if self.held_out and is_due(self.step, self.config.evaluate_every_steps, last=self.config.steps):
-            held_out = self.learner.loss(with_token_mean_weights(self.held_out), SupervisedObjective())
+            held_out = self.learner.loss(with_token_mean_weights(self.held_out), self.objective)
             line["evaluation/loss"] = held_out["loss"]
         self.records.write_step(self.step, self.step, metrics=line)
         if is_due(self.step, self.config.checkpoint.every_steps, last=self.config.steps):

@@ -1,0 +1,99 @@
+"""What a run leaves on a machine, and its removal: processes, Ray's folder, shared memory.
+
+Everything of a run carries its run id: files in their name, processes in their environment (`SLIPSTREAM_RUN_ID`) or in
+the name of a log file they write, for Ray's own processes overwrite their environment when they set their title. The
+run id begins with the controller's process id. Used by the session at its end, by the watchdog when the controller
+was killed, and by the next run if the watchdog was killed too. Standard library only: the watchdog is to be small.
+"""
+
+import os
+import shutil
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+RUN_ID_VARIABLE = "SLIPSTREAM_RUN_ID"
+TEMPORARY_PREFIX = "slipstream-ray-"
+SHARED_MEMORY_PREFIX = "slipstream-"
+LEFTOVER_GRACE_S = 3.0
+
+
+def kill_processes_of_run(run_id: str) -> list[int]:
+    """Kill what still carries the run's id, except ourselves. Returns the process ids that had to be killed."""
+    deadline = time.monotonic() + LEFTOVER_GRACE_S
+    remaining = _processes_of(run_id)
+    while remaining and time.monotonic() < deadline:
+        time.sleep(0.1)
+        remaining = _processes_of(run_id)
+    for pid in remaining:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return remaining
+
+
+def remove_segments(run_id: str) -> None:
+    """Remove the run's shared memory."""
+    for path in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}{run_id}*"):
+        path.unlink(missing_ok=True)
+
+
+def remove_remains_of_dead_runs() -> None:
+    """Remove Ray folders and shared memory of controllers that were killed before they could."""
+    for path in Path("/tmp").glob(f"{TEMPORARY_PREFIX}*"):
+        if _owner_is_dead(path.name.removeprefix(TEMPORARY_PREFIX)):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}*"):
+        if _owner_is_dead(path.name.removeprefix(SHARED_MEMORY_PREFIX)):
+            path.unlink(missing_ok=True)
+
+
+def posix_segments() -> set[Path]:
+    """Segments with the names Python's shared_memory gives; vLLM leaves some behind when it is killed."""
+    return set(Path("/dev/shm").glob("psm_*"))
+
+
+def remove_unused_posix_segments(candidates: set[Path]) -> None:
+    """Remove those of the segments that no process has mapped."""
+    mapped = "" if not candidates else _all_memory_maps()
+    for path in candidates:
+        if str(path) not in mapped:
+            path.unlink(missing_ok=True)
+
+
+def _owner_is_dead(name: str) -> bool:
+    pid = name.split("-")[0]
+    return pid.isdigit() and not Path(f"/proc/{pid}").exists()
+
+
+def _processes_of(run_id: str) -> list[int]:
+    marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    folder = f"/{TEMPORARY_PREFIX}{run_id}"
+    found = []
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit() or int(path.name) == os.getpid():
+            continue
+        # Processes of others, and those that end while we look, cannot be read.
+        with suppress(OSError):
+            carries_id = marker in (path / "environ").read_bytes().split(b"\0")
+            if (carries_id or _has_open_file(path, folder)) and _is_alive(path):
+                found.append(int(path.name))
+    return found
+
+
+def _has_open_file(process_folder: Path, folder: str) -> bool:
+    return any(folder in os.readlink(descriptor) for descriptor in (process_folder / "fd").iterdir())
+
+
+def _is_alive(process_folder: Path) -> bool:
+    """False for a zombie, which only waits for its parent to read its exit code."""
+    state = (process_folder / "stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"
+
+
+def _all_memory_maps() -> str:
+    texts = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            texts.append(path.read_text(errors="replace"))
+    return "".join(texts)

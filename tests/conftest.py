@@ -1,0 +1,53 @@
+"""What tests of every section may use: a tiny policy made from scratch, and rows of data for it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ADDITIONS = [(first, second) for first in range(10) for second in range(10)]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """Byte-level, 320 tokens, with a chat template."""
+    from slipstream.data.tokenizer import train_tokenizer
+
+    return train_tokenizer([f"What is {first} + {second}?{first + second}" for first, second in ADDITIONS], 320)
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder: Llama type, hidden size 64, two layers, random float32 weights, context of 64 tokens."""
+    from slipstream.config.schema import ScratchPolicyConfig
+    from slipstream.models.scratch import create_policy
+
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    config = ScratchPolicyConfig(
+        hidden_size=64, layers=2, heads=2, intermediate_size=128, vocabulary_size=320, max_tokens=64
+    )
+    create_policy(config, tiny_tokenizer, seed=0, folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_rows() -> Callable[[Path, list[dict[str, Any]]], Path]:
+    """Writes rows to a file of JSON lines and returns its path."""
+
+    def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def additions(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable[..., Path]) -> Path:
+    """A hundred sums of two digits, with columns prompt, label and response."""
+    rows = [
+        {"prompt": f"What is {first} + {second}?", "label": str(first + second), "response": str(first + second)}
+        for first, second in ADDITIONS
+    ]
+    return write_rows(tmp_path_factory.mktemp("data") / "additions.jsonl", rows)

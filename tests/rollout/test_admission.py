@@ -1,0 +1,64 @@
+"""Admission bounds staleness before any work is done."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.rollout.admission import Admission
+
+
+def test_a_synchronous_run_issues_one_batch_per_version() -> None:
+    admission = Admission(groups_per_step=4, max_staleness=0)
+    assert admission.open_places(0) == 4
+    admission.issued = 4
+    assert admission.open_places(0) == 0
+    assert admission.open_places(1) == 4
+
+
+def test_a_dropped_group_makes_room_for_another() -> None:
+    admission = Admission(groups_per_step=4, max_staleness=0, issued=4)
+    admission.dropped = 1
+    assert admission.open_places(0) == 1
+
+
+def test_there_are_never_less_than_no_places() -> None:
+    assert Admission(groups_per_step=2, max_staleness=0, issued=9).open_places(0) == 0
+
+
+def train_in_order(admission: Admission, choices: list[tuple[int, bool]]) -> list[int]:
+    """Simulate a run; returns the staleness of every group trained on.
+
+    Each choice issues at most so many groups, and says whether the oldest of them then fails. Whenever a batch is
+    there, it is trained and published.
+    """
+    version, waiting, staleness = 0, [], []
+    for wanted, fails in choices:
+        count = min(wanted, admission.open_places(version))
+        waiting += [version] * count
+        admission.issued += count
+        if fails and waiting:
+            waiting.pop(0)
+            admission.dropped += 1
+        if len(waiting) >= admission.groups_per_step:
+            batch, waiting = waiting[: admission.groups_per_step], waiting[admission.groups_per_step :]
+            staleness += [version - sampled for sampled in batch]
+            version += 1
+    return staleness
+
+
+@given(
+    groups=st.integers(1, 5),
+    bound=st.integers(0, 3),
+    choices=st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=60),
+)
+def test_staleness_never_exceeds_its_bound(groups: int, bound: int, choices: list[tuple[int, bool]]) -> None:
+    assert all(age <= bound for age in train_in_order(Admission(groups, bound), choices))
+
+
+def test_the_bound_is_used_to_the_full() -> None:
+    assert max(train_in_order(Admission(2, 3), [(100, False)] * 20)) == 3
+
+
+@given(groups=st.integers(1, 5), bound=st.integers(0, 3), version=st.integers(0, 9))
+def test_a_run_never_starves(groups: int, bound: int, version: int) -> None:
+    """With everything up to now trained, there is always a whole batch to issue."""
+    assert Admission(groups, bound, issued=groups * version).open_places(version) >= groups
