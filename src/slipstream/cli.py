@@ -163,7 +163,7 @@ def _run_workflow(options: argparse.Namespace, overrides: list[str]) -> int:
             f"`slipstream {options.verb}` needs a RECIPE, or keys as --section.key value "
             f"(see `slipstream {options.verb} --help`)"
         )
-    config = load_config(_config_class(options.verb), recipe, overrides)
+    config: Any = load_config(_config_class(options.verb), recipe, overrides)
     if options.dry_run:
         return _dry_run(config, as_json=options.json)
     try:

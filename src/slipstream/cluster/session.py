@@ -79,7 +79,7 @@ class ClusterSession:
 
     def _start(self) -> None:
         # Ray lowers the priority of workers by default: imports then take minutes beside a busy controller.
-        os.environ["RAY_worker_niceness"] = "0"
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name Ray reads
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         os.environ[RUN_ID_VARIABLE] = self.run_id

@@ -112,7 +112,9 @@ class TrainingConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW, on matrices only.")
     gradient_clip: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises; step k of W has (k + 1) / W of it.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Optimizer steps over which the learning rate rises; step k of W has (k + 1) / W of it."
+    )
     final_learning_rate_share: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, of the peak.")
     tokens_per_micro_batch: int = Field(4096, ge=1, description="Packed tokens per forward and backward pass.")
     logits_chunk_tokens: int = Field(1024, ge=1, description="Rows of [tokens, vocabulary] that exist at one time.")

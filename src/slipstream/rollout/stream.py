@@ -156,26 +156,26 @@ class RolloutStream:
         self.admission = admission
         self.on_failure = on_failure
         self.version = 0
-        self._order: dict[str, int] = {}
+        self._open: list[str] = []
+        """Groups that were issued and neither taken nor dropped, in the order in which they were issued."""
         self._ready: dict[str, Group] = {}
         self._failed_since_take = 0
 
     def take(self, count: int) -> list[Group]:
         """The next `count` scored groups, in the order in which they were issued.
 
+        A group that finished early waits for those issued before it: admission bounds staleness on that promise.
         Raises RewardError if the reward failed and the policy is to stop, or if more groups fail than a step has;
         EngineError if an engine fails or does not answer in time.
         """
         self._failed_since_take = 0
         self._issue()
-        while len(self._ready) < count:
+        while len(self._open) < count or not self._ready.keys() >= set(self._open[:count]):
             group = self.stream.next_group()
             if group is not None:
                 self._sort_in(group)
                 self._issue()
-        chosen = sorted(self._ready, key=self._order.__getitem__)[:count]
-        for group_id in chosen:
-            del self._order[group_id]
+        chosen, self._open = self._open[:count], self._open[count:]
         return [self._ready.pop(group_id) for group_id in chosen]
 
     def publish(self) -> PublishReport:
@@ -210,7 +210,7 @@ class RolloutStream:
 
     def check_ledger(self) -> None:
         """Raise LedgerError unless every prompt issued is trained, filtered, failed or still here."""
-        self.ledger.check(self._order)
+        self.ledger.check(self._open)
 
     def _issue(self) -> None:
         places = self.admission.open_places(self.version)
@@ -218,7 +218,7 @@ class RolloutStream:
             return
         occurrences = self.cursor.take(places)
         for occurrence in occurrences:
-            self._order[occurrence.group_id] = self.admission.issued
+            self._open.append(occurrence.group_id)
             self.admission.issued += 1
             self.ledger.issued(occurrence.group_id)
         self.stream.submit(occurrences)
@@ -232,7 +232,7 @@ class RolloutStream:
             raise RewardError(f"the reward of trajectory {group.failures[0]} (reward.on_failure is 'stop')")
         self.ledger.failed(group.group_id, reason)
         self.admission.dropped += 1
-        del self._order[group.group_id]
+        self._open.remove(group.group_id)
         self._failed_since_take += 1
         if self._failed_since_take > self.admission.groups_per_step:
             raise RewardError(

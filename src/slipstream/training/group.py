@@ -84,18 +84,22 @@ class LearnerGroup:
 
 
 def merge_step_metrics(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Metrics of several optimizer steps as one: `_max` the largest, counts summed, the last rate, else the mean."""
-    merged: dict[str, Any] = {}
-    for name in steps[0]:
+    """Metrics of several optimizer steps as one: `_max` the largest, counts summed, the last rate, else the mean.
+
+    `skipped_steps` says which of them were skipped, `nonfinite_examples` names the examples that caused it.
+    """
+    merged: dict[str, Any] = {
+        "skipped_steps": [index for index, step in enumerate(steps) if step["skipped"]],
+        "nonfinite_examples": [example for step in steps for example in step.get("nonfinite_examples", [])],
+    }
+    for name in steps[0].keys() - merged.keys():
         values = [step[name] for step in steps]
         if name in ("tokens", "skipped", "seconds"):
             merged[name] = sum(values)
-        elif name == "nonfinite_examples":
-            merged[name] = [example for value in values for example in value]
         elif name.endswith("_max"):
             merged[name] = max(values)
         elif name == "learning_rate":
             merged[name] = values[-1]
         else:
             merged[name] = sum(values) / len(values)
-    return merged
+    return dict(sorted(merged.items()))

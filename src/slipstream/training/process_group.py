@@ -34,8 +34,10 @@ def join_process_group(
 ) -> None:
     """Join the group of `world_size` ranks that meets at rank 0's `meeting_point`, an address and a port.
 
-    `listener` is rank 0's socket there; without it rank 0 opens the port itself. `timeout_s` bounds the meeting and every collective operation after it. A process that has joined a group of this
-    size before keeps it. Raises TrainingError if the others do not come, or if the process is in another group.
+    `listener` is rank 0's socket there; without it rank 0 opens the port itself. `timeout_s` bounds the meeting and
+    every collective operation after it. A process that has joined a group of this size before keeps it.
+
+    Raises TrainingError if the others do not come, or if the process is in another group.
     """
     import torch.distributed as distributed
 

@@ -76,9 +76,7 @@ class GlooReceiver:
         self._group = None
 
 
-def _open_group(
-    channel: ChannelAddress, rank: int, listener: socket.socket | None = None
-) -> ProcessGroupGloo:
+def _open_group(channel: ChannelAddress, rank: int, listener: socket.socket | None = None) -> ProcessGroupGloo:
     timeout = timedelta(seconds=channel.timeout_s)
     size = channel.receivers + 1
     if not SENDER_RANK <= rank < size:

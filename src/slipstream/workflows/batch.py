@@ -34,9 +34,7 @@ def prepare(groups: Sequence[Group], config: RLConfig, learner: LearnerGroup) ->
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     advantages = _advantages(trajectories, normalize_by_std=config.algorithm.normalize_by_std)
-    examples = [
-        _example(trajectory, advantage) for trajectory, advantage in zip(trajectories, advantages, strict=True)
-    ]
+    examples = [_example(trajectory, advantage) for trajectory, advantage in zip(trajectories, advantages, strict=True)]
     if config.algorithm.kl_coefficient:
         examples = _with_field(examples, "reference_log_probs", learner.log_probs("reference", examples))
     if config.optimizer_steps_per_batch > 1:
@@ -72,9 +70,7 @@ def _example(trajectory: Trajectory, advantage: float) -> TrainingExample:
     )
 
 
-def _with_field(
-    examples: Sequence[TrainingExample], name: str, values: dict[str, FloatArray]
-) -> list[TrainingExample]:
+def _with_field(examples: Sequence[TrainingExample], name: str, values: dict[str, FloatArray]) -> list[TrainingExample]:
     """Add a field from values at the loss tokens, by example id; nothing reads it elsewhere."""
     extended = []
     for example in examples:

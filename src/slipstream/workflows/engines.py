@@ -101,7 +101,6 @@ def _start_learner(
     from slipstream.training.learner import LearnerRank, LearnerSpec
 
     actors = placement.of_role("learner")
-    is_rl = isinstance(config, RLConfig)
     steps_per_batch = config.optimizer_steps_per_batch if isinstance(config, RLConfig) else 1
     ranks = []
     for rank, actor in enumerate(actors):
@@ -111,7 +110,7 @@ def _start_learner(
             training=config.training.model_copy(update={"threads": actor.threads}),
             temperature=temperature,
             total_optimizer_steps=config.steps * steps_per_batch,
-            load_reference=is_rl and config.algorithm.kl_coefficient > 0,
+            load_reference=isinstance(config, RLConfig) and config.algorithm.kl_coefficient > 0,
             seed=config.seed,
             rank=rank,
             world_size=len(actors),
@@ -121,10 +120,17 @@ def _start_learner(
         ranks.append(_start_actor(session, actor, LearnerRank, spec))
     # The ranks meet where rank 0 turned out to be, at a port that is free there.
     identify_engines(ranks, deadline_s=config.cluster.start_timeout_s)
-    address = gather([ranks[0].submit("meeting_point", ranks[0].address)], deadline_s=config.cluster.start_timeout_s)[0]
+    meeting_point = _meeting_point(ranks, config)
     for rank_engine in ranks:
-        rank_engine.start_arguments = (address,)
+        rank_engine.start_arguments = (meeting_point,)
     return ranks
+
+
+def _meeting_point(ranks: list[RemoteEngine], config: RLConfig | SFTConfig) -> tuple[str, int]:
+    """An address and port that rank 0 holds open for others to come to."""
+    call = ranks[0].submit("meeting_point", ranks[0].address)
+    address, port = gather([call], deadline_s=config.cluster.start_timeout_s)[0]
+    return address, port
 
 
 def _start_rollout_engines(
@@ -224,7 +230,9 @@ def _weight_channel(
         kind = "shared_memory" if {engine.node for engine in engines} == {ranks[0].node} else "gloo"
     host, port = "127.0.0.1", 0
     if kind == "gloo":
-        host, port = gather([ranks[0].submit("meeting_point", ranks[0].address)], deadline_s=config.cluster.start_timeout_s)[0]
+        host, port = gather(
+            [ranks[0].submit("meeting_point", ranks[0].address)], deadline_s=config.cluster.start_timeout_s
+        )[0]
     return ChannelAddress(
         kind=kind,
         run_id=session.run_id,

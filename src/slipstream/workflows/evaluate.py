@@ -38,9 +38,7 @@ def evaluate(config: EvaluateConfig, *, reward: Callable[..., Any] | None = None
         tokenizer = load_tokenizer(config.model.path)
         prompts, report = build_prompts(config.evaluation.data, tokenizer)
         logger.info(f"held-out prompts: {report}")
-        records = stack.enter_context(
-            RunRecords(directory, config.tracking, title="evaluate", total_steps=1, keep=1)
-        )
+        records = stack.enter_context(RunRecords(directory, config.tracking, title="evaluate", total_steps=1, keep=1))
         session = stack.enter_context(ClusterSession(config.cluster, log_folder=directory.path / "logs"))
         with records.console.phase("starting the engines"):
             generators = start_evaluation_engines(

@@ -61,9 +61,7 @@ class RunRecords:
             # An evaluation at step 0 belongs to the start, which a run without checkpoint repeats.
             writer.truncate_after(step if step else -1)
         self.ledger.restore(ledger_state)
-        self.trackers = Trackers(
-            self.tracking, self.directory.path, name=self.directory.path.name, resumed_after=step
-        )
+        self.trackers = Trackers(self.tracking, self.directory.path, name=self.directory.path.name, resumed_after=step)
         self._stack.callback(self.trackers.close)
         self._stack.enter_context(self.console.progress(self.title, self.total_steps, completed=step))
 

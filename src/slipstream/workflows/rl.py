@@ -19,6 +19,7 @@ from slipstream.observe.run_directory import RunDirectory
 from slipstream.workflows.batch import prepare
 from slipstream.workflows.checks import check_config
 from slipstream.workflows.rl_run import RLRun
+from slipstream.workflows.training_run import start_or_restore
 
 
 def train_rl(config: RLConfig, *, reward: Callable[..., Any] | None = None) -> dict[str, Any]:
@@ -44,10 +45,7 @@ def _train(
     config: RLConfig, directory: RunDirectory, *, reward: Callable[..., Any] | None, checkpoint: Path | None
 ) -> dict[str, Any]:
     with RLRun(config, directory, reward=reward) as run:
-        if checkpoint is None:
-            run.begin()
-        else:
-            run.restore(checkpoint)
+        start_or_restore(run, checkpoint)
         loop(run)
         return run.finish()
 

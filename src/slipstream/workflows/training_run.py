@@ -1,0 +1,156 @@
+"""What every training run has, whatever it trains: a step count, a learner, records, checkpoints, an end.
+
+A run is entered to start everything and left to stop everything, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from slipstream.cluster.session import ClusterSession, terminate_as_interrupt
+from slipstream.config.schema import RLConfig, SFTConfig
+from slipstream.errors import TrainingError
+from slipstream.observe.logs import get_logger
+from slipstream.observe.run_directory import RunDirectory
+from slipstream.training.group import LearnerGroup
+from slipstream.workflows.records import RunRecords
+
+SKIPPED_STEPS_BEFORE_STOP = 3
+CONTROLLER_STATE = "controller.json"
+
+logger = get_logger("run")
+
+
+class TrainingRun:
+    """A training run in progress. `step` counts finished steps.
+
+    A workflow adds `_set_up`, which starts what it needs; `_state` and `_restore_state`, what a checkpoint holds
+    besides the learner and what is kept here; and `begin`, for a run that starts from the beginning.
+    """
+
+    config: RLConfig | SFTConfig
+    learner: LearnerGroup
+    records: RunRecords
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.step = 0
+        self._skipped_in_a_row = 0
+        self._elapsed_before_s = 0.0
+        self._started = time.monotonic()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._stack.enter_context(terminate_as_interrupt())
+            self._set_up()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _set_up(self) -> None:
+        raise NotImplementedError
+
+    def _state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _restore_state(self, state: dict[str, Any]) -> str | None:
+        """Returns a warning, if there is something to warn of."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Start from the model as it is."""
+        self.records.begin()
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint as if the run had never stopped; forget what was recorded after it."""
+        state = json.loads((checkpoint / CONTROLLER_STATE).read_text(encoding="utf-8"))
+        self.step, self._elapsed_before_s = state["step"], state["elapsed_s"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self.records.restore(step=self.step, ledger_state=state["ledger"])
+        warning = self._restore_state(state)
+        if warning:
+            logger.warning(warning)
+        self.learner.load(checkpoint / "learner")
+        logger.info("resumed", step=self.step, checkpoint=str(checkpoint))
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint of the step that has just been recorded, if one is due."""
+        if self.is_due(self.config.checkpoint.every_steps):
+            self.records.save_checkpoint(self.step, self._write_checkpoint)
+
+    def is_due(self, every_steps: int) -> bool:
+        """Whether something that happens every so many steps, and at the last one, happens at this one."""
+        return self.step == self.config.steps or (every_steps > 0 and self.step % every_steps == 0)
+
+    def check_finite(self, metrics: dict[str, Any]) -> None:
+        """Warn of optimizer steps that were skipped; the third step in a row that has some raises TrainingError."""
+        if not metrics["skipped"]:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        culprits = ", ".join(metrics["nonfinite_examples"][:3]) or "none: only the gradients overflowed"
+        logger.warning("step skipped: not finite", step=self.step, examples=culprits)
+        if self._skipped_in_a_row >= SKIPPED_STEPS_BEFORE_STOP:
+            raise TrainingError(
+                f"loss or gradients were not finite in {SKIPPED_STEPS_BEFORE_STOP} steps in a row (last: step "
+                f"{self.step}, examples {culprits}); lower training.learning_rate, or look at these examples"
+            )
+
+    def _open_records(self, title: str) -> RunRecords:
+        config = self.config
+        records = RunRecords(
+            self.directory, config.tracking, title=title, total_steps=config.steps, keep=config.checkpoint.keep
+        )
+        return self._stack.enter_context(records)
+
+    def _open_session(self) -> ClusterSession:
+        log_folder = self.directory.path / "logs"
+        return self._stack.enter_context(ClusterSession(self.config.cluster, log_folder=log_folder))
+
+    def _finish(self, workflow: str, results: dict[str, Any]) -> dict[str, Any]:
+        """Export the model, write summary and report; returns the summary."""
+        with self.records.console.phase("exporting the model"):
+            self.learner.export(self.directory.export_folder)
+        summary = {
+            "workflow": workflow,
+            **results,
+            "seconds": round(self._elapsed_s(), 1),
+            "steps": self.step,
+            "run_dir": str(self.directory.path),
+        }
+        return self.records.finish(summary)
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.learner.save(folder / "learner")
+        state = self._state() | {
+            "step": self.step,
+            "elapsed_s": self._elapsed_s(),
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "ledger": self.records.ledger.state(),
+        }
+        (folder / CONTROLLER_STATE).write_text(json.dumps(state), encoding="utf-8")
+
+    def _elapsed_s(self) -> float:
+        return self._elapsed_before_s + time.monotonic() - self._started
+
+
+def start_or_restore(run: TrainingRun, checkpoint: Path | None) -> None:
+    """Bring a run that has been entered to where its loop begins."""
+    if checkpoint is None:
+        run.begin()
+    else:
+        run.restore(checkpoint)
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """The learner's metrics that belong into `metrics.jsonl`: no lists, and no seconds, which are not repeatable."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, list) and name != "seconds"}
