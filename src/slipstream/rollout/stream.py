@@ -156,8 +156,8 @@ class RolloutStream:
         self.admission = admission
         self.on_failure = on_failure
         self.version = 0
+        # Groups that were issued and neither taken nor dropped, in the order in which they were issued.
         self._open: list[str] = []
-        """Groups that were issued and neither taken nor dropped, in the order in which they were issued."""
         self._ready: dict[str, Group] = {}
         self._failed_since_take = 0
 

@@ -212,8 +212,6 @@ def _advice(engines: list[EngineFinding], *, on_gpu: bool, shared_free: int, dis
             f"installed but broken: {', '.join(broken)}. Versions that do not fit each other are the usual reason: "
             f"`make install` in a clone, or `pip install 'slipstream[{extra}]'` into a new environment"
         )
-    if not on_gpu and shutil.which(os.environ.get("CXX", "g++")) is None:
-        lines.append("no C++ compiler: vLLM compiles a kernel at its first request; install g++")
     if shared_free < NEEDED_SHARED_MEMORY_BYTES:
         lines.append(
             f"/dev/shm has {_gib(shared_free)} free, Ray and the weights want {_gib(NEEDED_SHARED_MEMORY_BYTES)}; in "
