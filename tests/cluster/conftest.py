@@ -45,7 +45,8 @@ class Actor:
         os._exit(code)
 
     def count(self, numbers: int) -> Iterator[int]:
-        yield from range(numbers)
+        for number in range(numbers):  # noqa: UP028 - Ray sends into generators, a range has no `send`
+            yield number
         raise ValueError("out of numbers")
 
     def shutdown(self) -> None:

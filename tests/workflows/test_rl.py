@@ -129,15 +129,10 @@ def test_the_export_is_what_was_trained(finished_run: Any) -> None:
     exported = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32)
     original = AutoModelForCausalLM.from_pretrained(bench.policy, dtype=torch.float32)
     states = torch.load(run / "checkpoints/step-000006/learner/engine/mp_rank_00_model_states.pt", weights_only=False)
-    trained = {
-        name.removeprefix(
-            "model.",
-        ): value
-        for name, value in states["module"].items()
-    }
-    for name, value in exported.state_dict().items():
-        if name in trained:
-            assert torch.equal(value, trained[name]), name
+    trained = {name.removeprefix("model."): value for name, value in states["module"].items()}
+    parameters = dict(exported.named_parameters())
+    assert parameters.keys() <= trained.keys()
+    assert all(torch.equal(value, trained[name]) for name, value in parameters.items())
     assert not torch.equal(exported.model.embed_tokens.weight, original.model.embed_tokens.weight)
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(bench.policy).chat_template

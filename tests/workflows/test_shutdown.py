@@ -1,7 +1,11 @@
 """However a run ends, nothing of it stays: no process, no Ray session, no shared memory."""
 
+import secrets
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,17 +71,44 @@ def test_a_killed_engine_ends_the_run_with_its_name(bench: Any, title: str, name
 
 
 @pytest.fixture
-def ray_cluster() -> Iterator[str]:
-    """A Ray cluster of somebody else's: `ray start --head`, and its address."""
-    folder = "/tmp/ray-of-a-test"
-    ray = [str(Path(sys.executable).with_name("ray"))]
-    start = [*ray, "start", "--head", "--port=0", "--include-dashboard=false", f"--temp-dir={folder}", "--num-cpus=2"]
-    subprocess.run(start, check=True, capture_output=True, timeout=120)
-    address = (Path(folder) / "ray_current_cluster").read_text().strip()
-    yield address
+def ray_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A Ray cluster of somebody else's, as `ray start --head` makes it, with a token of its own; its address."""
+    folder = Path(tempfile.mkdtemp(prefix="rc-"))
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    ray = str(Path(sys.executable).with_name("ray"))
+    port = free_port()
+    options = [f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}", "--num-cpus=2"]
+    options += ["--node-ip-address=127.0.0.1", "--disable-usage-stats"]
+    subprocess.run([ray, "start", "--head", *options], check=True, capture_output=True, timeout=200)
+    yield f"127.0.0.1:{port}"
+    for process in processes_of(folder):
+        process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Ray's own processes of the cluster that works in this folder."""
+    found = []
     for process in psutil.process_iter():
         try:
-            if folder in " ".join(process.cmdline()):
-                process.kill()
+            if any(str(folder) in argument for argument in process.cmdline()):
+                found.append(process)
         except psutil.Error:
             continue
+    return found
+
+
+def test_a_cluster_that_was_joined_is_left_running(bench: Any, ray_cluster: str) -> None:
+    process = bench.run("sft", "run", bench.sft_settings(steps=1, cluster__address=ray_cluster))
+    assert process.remains() == []
+    host, port = ray_cluster.split(":")
+    socket.create_connection((host, int(port)), timeout=5).close()
+    assert process.survivors(limit_s=GONE_WITHIN_S) == []

@@ -7,6 +7,7 @@ that turns Ray's exceptions into ours.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from typing import Any
 from slipstream.errors import EngineError, SlipstreamError
 
 LOG_TAIL_LINES = 15
+ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+"""Lines that Ray writes into an engine's log for its own use."""
 
 
 @dataclass
@@ -44,9 +48,11 @@ class RemoteEngine:
         if self.log_folder is None or self.pid is None:
             return ""
         lines: list[str] = []
-        for path in sorted(self.log_folder.glob(f"worker-*-{self.pid}.*")):
-            lines += path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join(line for line in lines[-LOG_TAIL_LINES:] if line.strip())
+        # Standard output first, so that the end is what was written to standard error.
+        for path in sorted(self.log_folder.glob(f"worker-*-{self.pid}.*"), reverse=True):
+            written = path.read_text(errors="replace").splitlines()
+            lines += [line for line in written if line.strip() and not line.startswith(RAY_MARKS)]
+        return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,16 +106,21 @@ def fetch(call: PendingCall, reference: Any) -> Any:
     except RayActorError as error:
         raise EngineError(
             f"{call.engine.name} died during {call.method} (process {call.engine.pid} on node {call.engine.node}): "
-            f"{_first_line(str(error))}{_log_text([call])}"
+            f"{_cause_of_death(str(error))}{_log_text([call])}"
         ) from error
     except RayError as error:
-        raise EngineError(f"{call.description} failed: {_first_line(str(error))}{_log_text([call])}") from error
+        raise EngineError(f"{call.description} failed: {_cause_of_death(str(error))}{_log_text([call])}") from error
 
 
-def _first_line(text: str) -> str:
+def _cause_of_death(text: str) -> str:
     """What Ray says of a death in one line; its text repeats ids and advice over many."""
-    causes = [line.strip() for line in text.splitlines() if "exit" in line.lower() or "died" in line.lower()]
-    return (causes or text.strip().splitlines() or ["no cause given"])[0]
+    lines = [line.strip() for line in ANSI_COLOUR.sub("", text).splitlines() if line.strip()]
+    if not lines:
+        return "no cause given"
+    if "creation task" in lines[0]:
+        # A traceback follows; its last line is the exception that the constructor raised.
+        return lines[-1]
+    return next((line for line in lines if "exit type" in line), lines[0])
 
 
 def _log_text(calls: Any) -> str:

@@ -36,6 +36,7 @@ from slipstream.observe.logs import get_logger
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 OBJECT_STORE_BYTES = 1 << 30
 ENGINE_SHUTDOWN_DEADLINE_S = 10.0
+REACH_DEADLINE_S = 10.0
 
 logger = get_logger("cluster")
 
@@ -61,8 +62,8 @@ class ClusterSession:
         return self._temporary_folder / "session_latest" / "logs" if self._temporary_folder else None
 
     @property
-    def socket_folder(self) -> Path | None:
-        """Where engines put sockets, to be removed with the session; None in a cluster that we joined."""
+    def temporary_folder(self) -> Path | None:
+        """Removed at the end with all that engines put into it; None in a cluster that we joined."""
         return self._temporary_folder
 
     def __enter__(self) -> ClusterSession:
@@ -98,13 +99,18 @@ class ClusterSession:
                 "_temp_dir": str(self._temporary_folder),
             }
         else:
+            _require_reachable(self.config.address)
             options |= {"address": self.config.address}
         self._watchdog = Watchdog(self.run_id, self._temporary_folder)
         try:
             ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            where = f"join the Ray cluster at {self.config.address}" if self.config.address else "start Ray here"
-            raise EngineError(f"could not {where}: {error}") from error
+            if self.config.address is None:
+                raise EngineError(f"could not start Ray here: {error}") from error
+            raise EngineError(
+                f"could not join the Ray cluster at {self.config.address} (cluster.address): {error}; "
+                "if it asks for a token, set RAY_AUTH_MODE=token"
+            ) from error
 
     def start_engine(
         self,
@@ -185,6 +191,19 @@ class ClusterSession:
                         shutil.copy2(path, self._final_log_folder / path.name)
         shutil.rmtree(self._temporary_folder, ignore_errors=True)
         self._temporary_folder = None
+
+
+def _require_reachable(address: str) -> None:
+    """Raise EngineError if nothing listens at 'host:port': Ray would end the process without an exception."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_DEADLINE_S).close()
+    except OSError as error:
+        raise EngineError(
+            f"could not join the Ray cluster at {address} (cluster.address): {error}; start it with `ray start --head`"
+        ) from error
 
 
 @contextmanager

@@ -159,9 +159,9 @@ def _start_rollout_engines(
             from slipstream.rollout.vllm_engine import VLLMEngine, vllm_environment
 
             environment = vllm_environment(spec)
-            if session.socket_folder is not None:
-                # By default in /tmp, where vLLM leaves them.
-                environment["VLLM_RPC_BASE_PATH"] = str(session.socket_folder)
+            if session.temporary_folder is not None:
+                # vLLM leaves sockets in the folder for temporary files, and more if it is killed.
+                environment["TMPDIR"] = str(session.temporary_folder)
             engines.append(_start_actor(session, actor, VLLMEngine, spec, environment=environment))
         else:
             from slipstream.rollout.transformers_engine import TransformersEngine
