@@ -1,11 +1,12 @@
 """Runs of `slipstream` as a user starts them: as processes, with a tiny policy, watched from outside.
 
-Rewards come from `tests/workflows/rewards.py`-like code written next to the runs: `digest` gives every answer a reward
-that a random policy varies in, and does on request, by a file in its control folder, what a reward should not do.
+Rewards come from a file written next to the runs: its `digest` gives every answer a number that the answers of a random
+policy differ in, and does on request, by a file in its control folder, what a reward should not do.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -304,6 +305,7 @@ class Workbench:
     def stop_all(self) -> None:
         for process in self.started:
             process.kill_all()
+            shutil.rmtree(process.temporary, ignore_errors=True)
 
 
 def succeeded(process: Process) -> Process:
