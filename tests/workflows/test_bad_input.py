@@ -48,8 +48,7 @@ def test_a_dataset_whose_prompts_are_all_too_long_is_refused(bench: Any) -> None
     process = bench.start("rl", "run", bench.rl_settings(data__max_prompt_tokens=3))
     message = error_of(process, code=WRONG_INPUT)
     assert "max_prompt_tokens" in message and "100" in message
-    resumable = bench.folder / "run"
-    assert not (resumable / "summary.json").exists()
+    assert not (bench.folder / "run").exists()
 
 
 def test_a_model_folder_without_tokenizer_is_refused(bench: Any) -> None:

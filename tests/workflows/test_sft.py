@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config.loader import load_config
 from slipstream.config.schema import SFTConfig
-from slipstream.workflows.sft import _load_examples
+from slipstream.workflows.sft import load_sft_data
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,8 @@ def test_held_out_rows_are_not_trained_on(tiny_policy: Path, tmp_path: Path, wri
         "evaluation_data.label_key": "null",
     }  # fmt: skip
     config = load_config(SFTConfig, None, [f"--{key}={value}" for key, value in keys.items()])
-    training, evaluation = _load_examples(config)
+    data = load_sft_data(config)
+    training, evaluation = data.training, data.held_out
     assert (len(training), len(evaluation)) == (4, 2)
     held = {tuple(example.tokens.tolist()) for example in evaluation}
     assert held.isdisjoint(tuple(example.tokens.tolist()) for example in training)

@@ -82,6 +82,10 @@ def check_output_dir(config: Workflow) -> None:
             f"output_dir {path} holds a run with another configuration (differing: {shown}{more}); "
             "choose another output_dir"
         )
+    if run.in_use:
+        raise RunDirectoryError(
+            f"output_dir {path} is in use: this very run is going on there; choose another output_dir"
+        )
     if run.finished:
         raise RunDirectoryError(f"output_dir {path} holds this very run, finished; choose another output_dir")
     raise RunDirectoryError(

@@ -34,10 +34,11 @@ def evaluate(config: EvaluateConfig, *, reward: Callable[..., Any] | None = None
     started = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(terminate_as_interrupt())
-        directory = stack.enter_context(RunDirectory.create(config.output_dir, dump_config(config), "evaluate"))
+        # Before there is a run directory: data that cannot be used leaves nothing behind.
         tokenizer = load_tokenizer(config.model.path)
         prompts, report = build_prompts(config.evaluation.data, tokenizer)
         logger.info(f"held-out prompts: {report}")
+        directory = stack.enter_context(RunDirectory.create(config.output_dir, dump_config(config), "evaluate"))
         records = stack.enter_context(RunRecords(directory, config.tracking, title="evaluate", total_steps=1, keep=1))
         session = stack.enter_context(ClusterSession(config.cluster, log_folder=directory.path / "logs"))
         with records.console.phase("starting the engines"):

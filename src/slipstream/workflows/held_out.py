@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slipstream.cluster.calls import gather
-from slipstream.config.schema import DataConfig, EvaluateConfig, EvaluationConfig, ModelConfig, RLConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig
 from slipstream.data.prompts import build_prompts, evaluation_identities
 from slipstream.data.tokenizer import load_tokenizer
 from slipstream.data.trajectory import Group, Prompt, PromptOccurrence, Trajectory
@@ -26,24 +27,32 @@ SHOWN_SAMPLES = 8
 logger = get_logger("data")
 
 
-def load_prompts(
-    model: ModelConfig, data: DataConfig, evaluation: EvaluationConfig
-) -> tuple[PreTrainedTokenizerBase, list[Prompt], list[Prompt]]:
-    """Tokenizer, training prompts and held-out prompts; says what was dropped and why.
+@dataclass(frozen=True)
+class RLData:
+    """What an RL run draws from: prompts to train on, prompts that are held out (perhaps none), and the tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    training: list[Prompt]
+    held_out: list[Prompt]
+
+
+def load_rl_data(config: RLConfig) -> RLData:
+    """Load and render all prompts; says what was dropped and why.
 
     Training prompts that are held-out prompts too are dropped, unless the configuration wants them.
+    Raises DataError, ModelError or ConfigError: call it before a run directory is made.
     """
-    tokenizer = load_tokenizer(model.path)
+    tokenizer = load_tokenizer(config.model.path)
     held_out: list[Prompt] = []
     excluded: frozenset[str] = frozenset()
-    if evaluation.data is not None:
-        held_out, report = build_prompts(evaluation.data, tokenizer)
+    if config.evaluation.data is not None:
+        held_out, report = build_prompts(config.evaluation.data, tokenizer)
         logger.info(f"held-out prompts: {report}")
-        if evaluation.exclude_from_training:
-            excluded = evaluation_identities(evaluation.data)
-    prompts, report = build_prompts(data, tokenizer, exclude=excluded)
+        if config.evaluation.exclude_from_training:
+            excluded = evaluation_identities(config.evaluation.data)
+    training, report = build_prompts(config.data, tokenizer, exclude=excluded)
     logger.info(f"training prompts: {report}")
-    return tokenizer, prompts, held_out
+    return RLData(tokenizer, training, held_out)
 
 
 class HeldOutPrompts:

@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.observe.run_directory import RunDirectory
 from slipstream.workflows.batch import prepare
 from slipstream.workflows.checks import check_config
+from slipstream.workflows.held_out import RLData, load_rl_data
 from slipstream.workflows.rl_run import RLRun
 from slipstream.workflows.training_run import start_or_restore
 
@@ -30,21 +31,29 @@ def train_rl(config: RLConfig, *, reward: Callable[..., Any] | None = None) -> d
     """
     require_one_reward(config.reward.function, reward)
     check_config(config, reward=reward)
+    # Before there is a run directory: data that cannot be used leaves nothing behind.
+    data = load_rl_data(config)
     with RunDirectory.create(config.output_dir, dump_config(config), "rl") as directory:
-        return _train(config, directory, reward=reward, checkpoint=None)
+        return _train(config, data, directory=directory, reward=reward, checkpoint=None)
 
 
 def resume_rl(
     config: RLConfig, directory: RunDirectory, checkpoint: Path | None, *, reward: Callable[..., Any] | None = None
 ) -> dict[str, Any]:
     """Go on with an interrupted run from `checkpoint`; from the beginning if there is none."""
-    return _train(config, directory, reward=reward, checkpoint=checkpoint)
+    data = load_rl_data(config)
+    return _train(config, data, directory=directory, reward=reward, checkpoint=checkpoint)
 
 
 def _train(
-    config: RLConfig, directory: RunDirectory, *, reward: Callable[..., Any] | None, checkpoint: Path | None
+    config: RLConfig,
+    data: RLData,
+    *,
+    directory: RunDirectory,
+    reward: Callable[..., Any] | None,
+    checkpoint: Path | None,
 ) -> dict[str, Any]:
-    with RLRun(config, directory, reward=reward) as run:
+    with RLRun(config, data, directory=directory, reward=reward) as run:
         start_or_restore(run, checkpoint)
         loop(run)
         return run.finish()

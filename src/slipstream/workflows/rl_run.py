@@ -22,7 +22,7 @@ from slipstream.rollout.stream import GroupStream, RolloutStream
 from slipstream.weights.publisher import PublishReport
 from slipstream.workflows.batch import TrainingBatch
 from slipstream.workflows.engines import start_rl_engines
-from slipstream.workflows.held_out import HeldOutPrompts, load_prompts
+from slipstream.workflows.held_out import HeldOutPrompts, RLData
 from slipstream.workflows.training_run import TrainingRun, numbers
 
 if TYPE_CHECKING:
@@ -36,21 +36,23 @@ class RLRun(TrainingRun):
     rollouts: RolloutStream
     held_out: HeldOutPrompts | None
 
-    def __init__(self, config: RLConfig, directory: RunDirectory, *, reward: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, config: RLConfig, data: RLData, *, directory: RunDirectory, reward: Callable[..., Any] | None
+    ) -> None:
         super().__init__(directory)
         self.config = config
+        self._data = data
         self.objective = policy_objective(config.algorithm)
         self._reward = reward
         self._phase_seconds: dict[str, float] = {}
 
     def _set_up(self) -> None:
-        config = self.config
-        tokenizer, training_prompts, evaluation_prompts = load_prompts(config.model, config.data, config.evaluation)
+        config, data = self.config, self._data
         self.records = self._open_records("rl")
         session = self._open_session()
         with self.records.console.phase("starting the engines"):
             engines = start_rl_engines(
-                session, config, tokenizer=tokenizer, timeline=self.records.timeline, reward=self._reward
+                session, config, tokenizer=data.tokenizer, timeline=self.records.timeline, reward=self._reward
             )
         self.learner = engines.learner
         self.rollouts = RolloutStream(
@@ -64,15 +66,15 @@ class RLRun(TrainingRun):
                 samples_per_prompt=config.rollout.samples_per_prompt,
                 purpose="training",
             ),
-            PromptCursor(training_prompts, seed=config.seed, shuffle=config.data.shuffle),
+            PromptCursor(data.training, seed=config.seed, shuffle=config.data.shuffle),
             publisher=engines.publisher,
             ledger=self.records.ledger,
             admission=Admission(config.rollout.groups_per_step, config.rollout.max_staleness),
             on_failure=config.reward.on_failure,
         )
         self.held_out = None
-        if evaluation_prompts:
-            self.held_out = HeldOutPrompts(evaluation_prompts, engines.generators, config)
+        if data.held_out:
+            self.held_out = HeldOutPrompts(data.held_out, engines.generators, config)
 
     def begin(self) -> None:
         """Start from the model as it is: bring its weights to the engines, and evaluate it."""

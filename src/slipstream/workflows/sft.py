@@ -6,6 +6,7 @@ The same learner, packing and invariants as in RL; only the objective and the so
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,19 @@ logger = get_logger("sft")
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Fine-tune a model as `config` says; returns the summary that is also written to `summary.json`."""
     check_config(config)
+    # Before there is a run directory: data that cannot be used leaves nothing behind.
+    data = load_sft_data(config)
     with RunDirectory.create(config.output_dir, dump_config(config), "sft") as directory:
-        return resume_sft(config, directory, None)
+        return _train(config, data, directory=directory, checkpoint=None)
 
 
 def resume_sft(config: SFTConfig, directory: RunDirectory, checkpoint: Path | None) -> dict[str, Any]:
     """Go on with an interrupted run from `checkpoint`; from the beginning if there is none."""
-    with SFTRun(config, directory) as run:
+    return _train(config, load_sft_data(config), directory=directory, checkpoint=checkpoint)
+
+
+def _train(config: SFTConfig, data: SFTData, *, directory: RunDirectory, checkpoint: Path | None) -> dict[str, Any]:
+    with SFTRun(config, data, directory=directory) as run:
         start_or_restore(run, checkpoint)
         while run.step < config.steps:
             run.train_step()
@@ -47,17 +54,17 @@ class SFTRun(TrainingRun):
 
     config: SFTConfig
 
-    def __init__(self, config: SFTConfig, directory: RunDirectory) -> None:
+    def __init__(self, config: SFTConfig, data: SFTData, *, directory: RunDirectory) -> None:
         super().__init__(directory)
         self.config = config
+        self.held_out = data.held_out
+        self.cursor = RowCursor(data.training, seed=config.seed, shuffle=config.data.shuffle)
 
     def _set_up(self) -> None:
         # Only here: it imports torch, and bad input is to be refused at once.
         from slipstream.algorithms.objective import SupervisedObjective
 
-        examples, self.held_out = _load_examples(self.config)
         self.objective = SupervisedObjective()
-        self.cursor = RowCursor(examples, seed=self.config.seed, shuffle=self.config.data.shuffle)
         self.records = self._open_records("sft")
         session = self._open_session()
         with self.records.console.phase("starting the learner"):
@@ -94,8 +101,19 @@ class SFTRun(TrainingRun):
         return self._finish("sft", {"export": str(self.directory.export_folder)})
 
 
-def _load_examples(config: SFTConfig) -> tuple[list[TrainingExample], list[TrainingExample]]:
-    """Training and held-out examples; rows that are held out are dropped from training."""
+@dataclass(frozen=True)
+class SFTData:
+    """Examples to train on, and examples that are held out (perhaps none)."""
+
+    training: list[TrainingExample]
+    held_out: list[TrainingExample]
+
+
+def load_sft_data(config: SFTConfig) -> SFTData:
+    """Load and tokenize all rows; rows that are held out are dropped from training. Says what was dropped and why.
+
+    Raises DataError, ModelError or ConfigError: call it before a run directory is made.
+    """
     tokenizer = load_tokenizer(config.model.path)
     held_out: list[TrainingExample] = []
     excluded: frozenset[str] = frozenset()
@@ -103,6 +121,6 @@ def _load_examples(config: SFTConfig) -> tuple[list[TrainingExample], list[Train
         held_out, report = build_sft_examples(config.evaluation_data, tokenizer, config.max_tokens)
         excluded = evaluation_identities(config.evaluation_data)
         logger.info(f"held-out rows: {report}")
-    examples, report = build_sft_examples(config.data, tokenizer, config.max_tokens, exclude=excluded)
+    training, report = build_sft_examples(config.data, tokenizer, config.max_tokens, exclude=excluded)
     logger.info(f"training rows: {report}")
-    return examples, held_out
+    return SFTData(training, held_out)
