@@ -8,9 +8,11 @@ outright cannot clean up; a watchdog does it then.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -84,6 +86,8 @@ class ClusterSession:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         os.environ[RUN_ID_VARIABLE] = self.run_id
+        if self.config.address is None:
+            _use_own_token()
         import ray
 
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
@@ -94,7 +98,6 @@ class ClusterSession:
             options |= {
                 "address": "local",
                 "include_dashboard": False,
-                "_node_ip_address": LOOPBACK,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(self._temporary_folder),
             }
@@ -132,6 +135,8 @@ class ClusterSession:
             runtime_env={"env_vars": self._environment | (environment or {})},
         ).remote(*arguments)
         engine = RemoteEngine(name=name, handle=handle, log_folder=self.log_folder)
+        if self.config.address is None:
+            engine.address = LOOPBACK
         self.engines.append(engine)
         return engine
 
@@ -193,6 +198,19 @@ class ClusterSession:
         self._temporary_folder = None
 
 
+def _use_own_token() -> None:
+    """Protect the Ray that we start by a token that only this process and its children know.
+
+    Left to itself Ray writes a token into the user's home folder and says so at every start. One token for the life
+    of the process: Ray remembers the first it was given.
+    """
+    if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:
+        return  # chosen by the user, or read by Ray already
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
 def _require_reachable(address: str) -> None:
     """Raise EngineError if nothing listens at 'host:port': Ray would end the process without an exception."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -238,10 +256,18 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 def identify_engines(engines: list[RemoteEngine], *, deadline_s: float) -> None:
-    """Wait until each engine's process runs; learn its process id, host and address. Errors then show its log."""
+    """Wait until each engine's process runs; learn its process id, host and address. Errors then show its log.
+
+    On one machine the address is the loopback one, so that nothing listens where others could come.
+    """
+    import ray
+
     calls = [PendingCall(engine, "process start", engine.handle.__ray_call__.remote(_identity)) for engine in engines]
-    for engine, identity in zip(engines, gather(calls, deadline_s=deadline_s), strict=True):
-        engine.pid, engine.node, engine.address = identity
+    identities = gather(calls, deadline_s=deadline_s)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()} if engines else {}
+    for engine, (pid, host, node_id) in zip(engines, identities, strict=True):
+        engine.pid, engine.node = pid, host
+        engine.address = engine.address or addresses[node_id]
 
 
 def await_engines(engines: list[RemoteEngine], *, deadline_s: float) -> list[dict[str, Any]]:
@@ -253,4 +279,4 @@ def await_engines(engines: list[RemoteEngine], *, deadline_s: float) -> list[dic
 def _identity(_actor: object) -> tuple[int, str, str]:
     import ray
 
-    return os.getpid(), socket.gethostname(), ray.util.get_node_ip_address()
+    return os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id()
