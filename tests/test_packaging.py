@@ -158,7 +158,8 @@ def test_the_demo_prints_nothing_after_its_result() -> None:
     makefile = (ROOT / "Makefile").read_text()
     recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert recipe is not None
-    assert recipe[1] == "\t@$(BIN)/slipstream pipeline recipes/demo.yaml --json\n"
+    command = "$(BIN)/slipstream pipeline recipes/demo.yaml --output_dir runs/demo-$$(date +%Y%m%d-%H%M%S) --json"
+    assert recipe[1] == f"\t@{command}\n"
 
 
 def test_the_licence_is_the_whole_apache_licence() -> None:
