@@ -206,3 +206,37 @@ def test_help_imports_nothing_heavy() -> None:
     done = python(program)
     assert done.stderr == "[]"
     assert done.returncode == 0
+
+
+def test_with_json_the_progress_of_a_run_goes_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resume(run_dir: str) -> dict[str, Any]:
+        print("step 1/2")
+        return {"steps": 2}
+
+    monkeypatch.setattr("slipstream.workflows.resume.resume", resume)
+    assert main(["resume", "runs/x", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"steps": 2}
+    assert "step 1/2" in captured.err and "step 1/2" not in captured.out
+
+
+def test_a_failure_after_the_start_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resume(run_dir: str) -> dict[str, Any]:
+        raise EngineError("learner rank 0 died")
+
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "config.yaml").write_text("steps: 1\n")
+    monkeypatch.setattr("slipstream.workflows.resume.resume", resume)
+    assert main(["resume", str(tmp_path / "a run")]) == 1
+    errors = capsys.readouterr().err
+    assert f"go on with: slipstream resume '{tmp_path}/a run'" in errors
+    assert "error: learner rank 0 died" in errors
+
+
+def test_what_the_system_refuses_is_an_error_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "x" * 300]) == 1
+    assert "File name too long" in capsys.readouterr().err

@@ -8,9 +8,11 @@ what is meant for people goes to standard error.
 import argparse
 import difflib
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,10 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader is gone. The interpreter flushes standard output once more at exit: let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            return _end_quietly()
+        # A path too long, a folder that cannot be made, a disk that fails: the system's own words say which.
+        print(f"error: {error}", file=sys.stderr)
+        return SlipstreamError.exit_code
+
+
+def _end_quietly() -> int:
+    """The reader is gone. The interpreter flushes standard output once more at exit: let that go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -166,20 +176,33 @@ def _run_workflow(options: argparse.Namespace, overrides: list[str]) -> int:
     config: Any = load_config(_config_class(options.verb), recipe, overrides)
     if options.dry_run:
         return _dry_run(config, as_json=options.json)
-    try:
+    can_resume = options.verb != "evaluate"
+    with _progress_on(options.json), _saying_how_to_go_on(Path(config.output_dir) if can_resume else None):
         summary = _start(options.verb, config)
-    except KeyboardInterrupt:
-        if options.verb != "evaluate":
-            _say_how_to_go_on(Path(config.output_dir))
-        raise
     _finish(summary, as_json=options.json)
     return 0
 
 
-def _say_how_to_go_on(run_dir: Path) -> None:
-    """Said only where the run had begun; an evaluation leaves nothing to resume."""
-    if (run_dir / "checkpoints").is_dir() or (run_dir / "sft").is_dir():
-        print(f"go on with: slipstream resume {run_dir}", file=sys.stderr)
+@contextmanager
+def _progress_on(json_wanted: bool) -> Iterator[None]:
+    """With --json standard output is for the JSON object alone; what is meant for people goes to standard error."""
+    if not json_wanted:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+@contextmanager
+def _saying_how_to_go_on(run_dir: Path | None) -> Iterator[None]:
+    """After an interruption or a failure, name the command that goes on; not where the run had not begun."""
+    try:
+        yield
+    except (KeyboardInterrupt, SlipstreamError) as stop:
+        is_wrong_input = isinstance(stop, SlipstreamError) and stop.exit_code == ConfigError.exit_code
+        if run_dir is not None and not is_wrong_input and (run_dir / "config.yaml").exists():
+            print(f"go on with: slipstream resume {shlex.quote(str(run_dir))}", file=sys.stderr)
+        raise
 
 
 def _start(verb: str, config: Any) -> dict[str, Any]:
@@ -215,7 +238,9 @@ def _dry_run(config: Any, *, as_json: bool) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from slipstream.workflows.resume import resume
 
-    _finish(resume(options.run_dir), as_json=options.json)
+    with _progress_on(options.json), _saying_how_to_go_on(Path(options.run_dir)):
+        summary = resume(options.run_dir)
+    _finish(summary, as_json=options.json)
     return 0
 
 

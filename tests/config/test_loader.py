@@ -97,6 +97,10 @@ def write(folder: Path, text: str) -> Path:
             "data: a reasoning_gym source needs rows, the number of questions to generate",
         ),
         (
+            "--rollout.stop ['a','']",
+            "rollout.stop must not hold an empty string: it would end every response before it begins",
+        ),
+        (
             "--optimizer_steps_per_batch 3",
             "rollout.groups_per_step (16) must be divisible by optimizer_steps_per_batch (3)",
         ),
@@ -247,7 +251,7 @@ CONFIGS = st.fixed_dictionaries(
         "data.prompt_template": TEXTS.map(lambda text: text + "{prompt}"),
         "training.learning_rate": st.floats(0, 1e300, exclude_min=True),
         "training.betas": st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)).map(list),
-        "rollout.stop": st.lists(TEXTS, max_size=3),
+        "rollout.stop": st.lists(TEXTS.filter(bool), max_size=3),
         "reward.options": st.dictionaries(TEXTS, TEXTS | st.integers() | st.booleans() | st.none(), max_size=3),
     }
 )

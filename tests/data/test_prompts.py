@@ -161,3 +161,10 @@ def test_a_question_is_the_same_whatever_its_spacing_column_and_shape(rows_file:
     prompts, report = build_prompts(config, qwen_like, exclude=held_out)
     assert [prompt.row for prompt in prompts] == [1]
     assert report.counts == {"also an evaluation prompt": 1}
+
+
+def test_half_a_character_is_named_and_not_handed_to_the_tokenizer(tmp_path: Any, qwen_like: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "bad \\ud800 x", "label": "4"}\n')
+    with pytest.raises(DataError, match=r"row 0: 'prompt' holds half a character .* at position 4"):
+        build_prompts(configured(str(path)), qwen_like)

@@ -73,8 +73,21 @@ def test_the_git_commit_of_the_working_folder_is_recorded(tmp_path: Path, monkey
     assert describe_environment()["git"]["changed_files"] is True
 
 
-def test_another_configuration_is_refused_and_the_differing_keys_are_named(tmp_path: Path) -> None:
+def begun(path: Path) -> None:
+    """A run that has finished a step."""
+    with RunDirectory.create(path, CONFIG, "rl") as run:
+        run.metrics_path.write_text('{"step": 1}\n')
+
+
+def test_a_run_that_failed_before_its_first_step_is_replaced_by_a_mended_one(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", CONFIG, "rl").close()
+    mended = CONFIG.replace("seed: 1", "seed: 2")
+    RunDirectory.create(tmp_path / "run", mended, "rl").close()
+    assert (tmp_path / "run" / "config.yaml").read_text() == mended
+
+
+def test_another_configuration_is_refused_and_the_differing_keys_are_named(tmp_path: Path) -> None:
+    begun(tmp_path / "run")
     other = CONFIG.replace("seed: 1", "seed: 2").replace("path: a", "path: b").replace("here", "there")
     with pytest.raises(RunDirectoryError) as error:
         RunDirectory.create(tmp_path / "run", other, "rl")
@@ -84,7 +97,7 @@ def test_another_configuration_is_refused_and_the_differing_keys_are_named(tmp_p
 
 
 def test_an_unfinished_run_with_the_same_configuration_is_to_be_resumed(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path / "run", CONFIG, "rl").close()
+    begun(tmp_path / "run")
     with pytest.raises(RunDirectoryError, match=f"slipstream resume {tmp_path}/run"):
         RunDirectory.create(tmp_path / "run", "# same\n" + CONFIG, "rl")
 

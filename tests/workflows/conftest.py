@@ -68,6 +68,11 @@ def right_unless_nine(text):
 '''
 
 
+def listen_to_control_c() -> None:
+    """In the child: a test run in the background of a shell ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Process:
     """One `slipstream` process and everything it starts, found again by a mark that they inherit."""
 
@@ -85,6 +90,7 @@ class Process:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=listen_to_control_c,
         )
         self.seen: set[psutil.Process] = set()
         self.stdout = self.stderr = ""

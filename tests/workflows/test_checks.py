@@ -12,7 +12,7 @@ from slipstream.config.loader import dump_config, load_config
 from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
 from slipstream.workflows import checks
-from slipstream.workflows.checks import check_config, count_rows, reasoning_gym_tasks
+from slipstream.workflows.checks import check_config, check_output_dir, count_rows, reasoning_gym_tasks
 
 MODEL_CONFIG = {
     "hidden_size": 64,
@@ -262,6 +262,8 @@ def test_a_reward_given_from_python_takes_the_place_of_a_named_one(files: Path) 
 def test_an_output_folder_with_another_run_names_the_keys_that_differ(files: Path) -> None:
     (files / "out").mkdir()
     (files / "out" / "config.yaml").write_text(dump_config(rl()))
+    check_output_dir(rl("--seed=5"))  # nothing was done yet, so nothing would be lost
+    (files / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
     text = problem(rl("--seed=5", "--training.learning_rate=1e-3"), RunDirectoryError)
     assert text == (
         "output_dir out holds a run with another configuration (differing: seed, training.learning_rate); "
@@ -272,9 +274,16 @@ def test_an_output_folder_with_another_run_names_the_keys_that_differ(files: Pat
 def test_an_output_folder_with_the_same_run_is_told_to_resume_or_that_it_is_finished(files: Path) -> None:
     (files / "out").mkdir()
     (files / "out" / "config.yaml").write_text(dump_config(rl()))
+    (files / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert "go on with `slipstream resume out`" in problem(rl(), RunDirectoryError)
     (files / "out" / "summary.json").write_text("{}")
     assert problem(rl(), RunDirectoryError).startswith("output_dir out holds this very run, finished")
+
+
+def test_a_folder_with_something_else_in_it_is_refused(files: Path) -> None:
+    (files / "thesis").mkdir()
+    (files / "thesis" / "chapter.tex").write_text("...")
+    assert "is neither empty nor a run directory" in problem(rl("--output_dir=thesis"), RunDirectoryError)
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused(files: Path) -> None:

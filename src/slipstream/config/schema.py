@@ -72,6 +72,12 @@ class RolloutConfig(Section):
     gpu_memory_share: float = Field(0.5, gt=0, lt=1, description="Share of a GPU's memory that an engine may take.")
     threads: int | None = Field(None, ge=1, description="CPU threads per engine; null lets the placement choose.")
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "" in self.stop:
+            raise ValueError("stop must not hold an empty string: it would end every response before it begins")
+        return self
+
 
 class RewardConfig(Section):
     """What scores a response, and within which limits it runs."""
@@ -185,7 +191,7 @@ class RLConfig(Section):
     seed: int = Field(0, ge=0, description="Seed of everything random: data order, sampling, initialisation.")
     steps: int = Field(ge=1, description="Rollout batches to generate and train on.")
     optimizer_steps_per_batch: int = Field(1, ge=1, description="Optimizer steps each rollout batch is divided into.")
-    output_dir: str = Field(description="Run directory.")
+    output_dir: str = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()
@@ -231,7 +237,7 @@ class SFTConfig(Section):
     steps: int = Field(ge=1, description="Optimizer steps.")
     batch_size: int = Field(32, ge=1, description="Sequences per optimizer step, over all ranks.")
     max_tokens: int = Field(1024, ge=2, description="Longer sequences (prompt and response) are dropped and counted.")
-    output_dir: str = Field(description="Run directory.")
+    output_dir: str = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     data: DataConfig
     evaluation_data: DataConfig | None = Field(None, description="Held-out rows whose loss is reported.")
@@ -255,7 +261,7 @@ class EvaluateConfig(Section):
     """`slipstream evaluate`: accuracy of a model on held-out prompts, sampled and greedy."""
 
     seed: int = Field(0, ge=0, description="Seed of sampling.")
-    output_dir: str = Field(description="Run directory.")
+    output_dir: str = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -295,7 +301,9 @@ class PipelineConfig(Section):
     """`slipstream pipeline`: make a policy, teach it by SFT, improve it by RL; each stage feeds the next."""
 
     seed: int = Field(0, ge=0, description="Seed of all stages.")
-    output_dir: str = Field(description="Directory of the pipeline; each stage is a run directory inside it.")
+    output_dir: str = Field(
+        min_length=1, description="Directory of the pipeline; each stage is a run directory inside it."
+    )
     policy: ScratchPolicyConfig = ScratchPolicyConfig()
     sft: dict[str, Any] = Field(description="Configuration of the SFT stage, without seed, output_dir and model.path.")
     rl: dict[str, Any] = Field(description="Configuration of the RL stage, without seed, output_dir and model.path.")

@@ -150,11 +150,24 @@ def prompt_messages(number: int, row: Row, config: DataConfig) -> list[Message]:
         messages: list[Message] = [{"role": "user", "content": value}]
     else:
         messages = checked_messages(number, value, config.prompt_key)
+    for message in messages:
+        require_encodable(number, message.get("content") or "", config.prompt_key)
     last_user = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last_user is not None:
         content = config.prompt_template.replace("{prompt}", messages[last_user]["content"])
         messages[last_user] = {**messages[last_user], "content": content}
     return with_system_prompt(number, messages, config)
+
+
+def require_encodable(number: int, text: str, column: str) -> None:
+    """Raise DataError for text that no tokenizer takes: half of a surrogate pair, as a cut-off escape leaves it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"row {number}: {column!r} holds half a character ({text[error.start]!a} at position {error.start}); "
+            "mend or remove the row"
+        ) from error
 
 
 def with_system_prompt(number: int, messages: list[Message], config: DataConfig) -> list[Message]:

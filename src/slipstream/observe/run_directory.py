@@ -38,16 +38,17 @@ class RunDirectory:
         """Start a new run in `path`, which may not exist yet or be empty, and lock it.
 
         `config_text` is the resolved configuration as YAML, `workflow` the verb that runs it ("rl", "sft", ...).
+        A run that failed before it had done anything is replaced: its configuration was probably what had to be mended.
         Raises RunDirectoryError, changing nothing, if the directory holds a run already (saying whether its
         configuration is another one, it is unfinished, or finished), something else, or is in use by another process.
         """
         path = Path(path).absolute()
-        _require_run_or_empty(path)
+        require_run_or_empty(path)
         with storage_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = DirectoryLock(path)
         try:
-            if (path / "config.yaml").exists():
+            if (path / "config.yaml").exists() and cls(path, None).has_begun:
                 raise RunDirectoryError(_why_taken(path, config_text))
             write_json_atomically(path / "environment.json", {"workflow": workflow, "starts": [describe_environment()]})
             # Written last: from here on the directory is a run.
@@ -111,6 +112,18 @@ class RunDirectory:
     def finished(self) -> bool:
         """Whether the run came to its end."""
         return (self.path / "summary.json").exists()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to lose: a step, an evaluation, a checkpoint, a stage of a pipeline, a result."""
+        records = (self.metrics_path, self.evaluations_path)
+        stages = [self.path / name for name in ("policy", "sft", "rl")]
+        return (
+            self.finished
+            or any(path.exists() and path.stat().st_size > 0 for path in records)
+            or any(folder.exists() for folder in stages)
+            or (self.checkpoints_folder.is_dir() and any(self.checkpoints_folder.iterdir()))
+        )
 
     @property
     def in_use(self) -> bool:
@@ -203,8 +216,8 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _require_run_or_empty(path: Path) -> None:
-    """Refuse a file, and a folder with something in it that no run put there."""
+def require_run_or_empty(path: Path) -> None:
+    """Raise RunDirectoryError for a file, and for a folder with something in it that no run put there."""
     if path.exists() and not path.is_dir():
         raise RunDirectoryError(f"output_dir {path} is a file: choose another output_dir")
     if not path.exists() or (path / "config.yaml").exists():

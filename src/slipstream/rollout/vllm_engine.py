@@ -243,9 +243,9 @@ class VLLMEngine:
         """Put one request to the engine and wait for the last of its responses."""
         began = time.monotonic()
         engine = self._running()
-        parameters = self._parameters(request, sampling)
         identifier = f"{self._calls}-{request.group_id}"
         try:
+            parameters = self._parameters(request, sampling)
             # How long generation may take is for the caller to say.
             output = await self._answer(
                 _final_output(engine, request.prompt_tokens, parameters, identifier, admitted),

@@ -28,7 +28,7 @@ from slipstream.config.schema import (
 )
 from slipstream.data.source import FILE_TYPES, REASONING_GYM_PREFIX, check_columns, load_rows
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
-from slipstream.observe.run_directory import RunDirectory, differing_keys, parse_config
+from slipstream.observe.run_directory import RunDirectory, differing_keys, parse_config, require_run_or_empty
 from slipstream.rewards.function import check_reward_spec
 from slipstream.workflows.model_facts import (
     has_chat_template,
@@ -71,9 +71,12 @@ def check_output_dir(config: Workflow) -> None:
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise RunDirectoryError(f"output_dir {path} cannot be made: no permission to write in {existing}")
+    require_run_or_empty(path)
     if not (path / "config.yaml").exists():
         return
     run = RunDirectory.open(path)
+    if not run.has_begun and not run.in_use:
+        return
     differing = differing_keys(parse_config(run.config_text), parse_config(dump_config(config)))
     if differing:
         shown = ", ".join(differing[:SHOWN_KEYS])

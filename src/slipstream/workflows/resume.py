@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,36 @@ def resume(run_dir: str | Path, *, reward: Callable[..., Any] | None = None) -> 
     from the beginning. `reward` is needed if the run was started with a function object.
     Raises RunDirectoryError if there is no run, it is finished, or another process works on it.
     """
-    if RunDirectory.open(run_dir).workflow == "pipeline":
+    run = RunDirectory.open(run_dir)
+    with _folder_it_was_started_in(run):
+        return _resume(run.path, run.workflow, reward=reward)
+
+
+@contextmanager
+def _folder_it_was_started_in(run: RunDirectory) -> Iterator[None]:
+    """Relative paths of a configuration mean what they meant when the run was started, wherever it is resumed."""
+    folder = Path(run.environment["starts"][0]["working_folder"])
+    if folder == Path.cwd():
+        yield
+        return
+    if not folder.is_dir():
+        logger.warning(
+            f"the folder the run was started in, {folder}, is gone: relative paths of its configuration are taken "
+            f"from {Path.cwd()}"
+        )
+        yield
+        return
+    # The folder also has the user's own modules, as it had then.
+    sys.path.append(str(folder))
+    with chdir(folder):
+        yield
+
+
+def _resume(run_dir: Path, workflow: str, *, reward: Callable[..., Any] | None) -> dict[str, Any]:
+    if workflow == "pipeline":
         from slipstream.workflows.pipeline import resume_pipeline
 
-        return resume_pipeline(Path(run_dir))
+        return resume_pipeline(run_dir)
     with RunDirectory.resume(run_dir) as directory:
         settings = parse_config(directory.config_text)
         if directory.workflow == "rl":
