@@ -7,6 +7,7 @@ do: its memory limit, dying with its parent, and catching what the function rais
 """
 
 import asyncio
+import contextlib
 import ctypes
 import inspect
 import json
@@ -159,4 +160,7 @@ def _receive_exactly(channel: socket.socket, size: int) -> bytes:
 
 def _answer(channel: socket.socket, answer: dict[str, Any]) -> None:
     payload = json.dumps(answer).encode("ascii")  # json escapes whatever is not ASCII, lone surrogates as well
+    # What the function printed is buffered, and would be lost if this process is killed before it fills the buffer.
+    with contextlib.suppress(OSError, ValueError):  # the function may have closed standard output
+        sys.stdout.flush()
     channel.sendall(FRAME_HEADER.pack(len(payload)) + payload)
