@@ -4,6 +4,7 @@ import errno
 import json
 import resource
 import signal
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -72,24 +73,27 @@ def test_a_checkpoint_of_another_layout_names_both(key, value, words, learner, m
         rank.load(str(tmp_path))
 
 
-@pytest.fixture
+@contextmanager
 def no_room():
-    """Files of this process cannot grow past 4 KiB: every larger write fails, as on a full disk."""
+    """Files of this process cannot grow past 4 KiB: every larger write fails, as on a full disk.
+
+    Held for the one call under test and no longer: pytest's own output may be a file, too.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("method", ["save", "export"])
 @pytest.mark.parametrize("stage", (2, 3))
-def test_a_write_that_fails_is_a_training_error_that_names_the_folder(
-    stage, method, learner, model_folder, tmp_path, no_room
-):
+def test_a_write_that_fails_is_a_training_error_that_names_the_folder(stage, method, learner, model_folder, tmp_path):
     rank = learner(model_folder, training={"zero_stage": stage})
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError) as caught, no_room():
         getattr(rank, method)(str(tmp_path / "full"))
     assert str(tmp_path / "full") in str(caught.value) and "free space" in str(caught.value)
 
