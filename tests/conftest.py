@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# How long one example takes says more about what else the machine does than about the code.
+settings.register_profile("slipstream", deadline=None)
+settings.load_profile("slipstream")
 
 ADDITIONS = [(first, second) for first in range(10) for second in range(10)]
 
@@ -29,6 +34,23 @@ def tiny_policy(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -
         hidden_size=64, layers=2, heads=2, intermediate_size=128, vocabulary_size=320, max_tokens=64
     )
     create_policy(config, tiny_tokenizer, seed=0, folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_reward_model(tiny_policy: Path, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with the decoder and the tokenizer of the tiny policy, and a head with numbers in it."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from slipstream.config.reward_model import SCORE_MOMENTS
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_policy, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    setattr(model.config, SCORE_MOMENTS, {"mean": 2.0, "std": 4.0})
+    folder = tmp_path_factory.mktemp("reward_model") / "tiny"
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
     return folder
 
 

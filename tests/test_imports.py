@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "slipstream"
 
 # A section imports from its own layer and from lower ones. `slipstream.errors` may be imported anywhere.
 LAYERS = (
-    {"config"},
+    {"config", "import_path"},
     {"algorithms", "data", "models"},
     {"cluster", "observe", "rewards", "rollout", "training", "weights"},
     {"workflows"},

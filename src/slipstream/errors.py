@@ -48,4 +48,4 @@ class WeightSyncError(SlipstreamError):
 
 
 class TrainingError(SlipstreamError):
-    """Training cannot go on: non-finite values three steps in a row, or no space to save."""
+    """Training cannot go on: non-finite values three steps in a row, no group with signal, or no space to save."""

@@ -1,25 +1,67 @@
-"""Token-mean weights: one weight for all tokens of a step, whatever the step is cut into."""
+"""Weights of tokens: what a step's loss is by each aggregation, whatever the step is cut into."""
+
+from statistics import fmean
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.algorithms.aggregation import token_mean_weights
+from slipstream.algorithms.aggregation import aggregation_weights
+
+AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"]
+LENGTH = 20
+
+
+def weights(counts: list[int], aggregation: str = "token_mean") -> list[float]:
+    return aggregation_weights(counts, aggregation=aggregation, constant_length=LENGTH)
+
+
+def step_loss(token_losses: list[list[float]], aggregation: str, sequences: list[int] | None = None) -> float:
+    """The part of a step's loss that some of its sequences add, by default all."""
+    weight = weights([len(losses) for losses in token_losses], aggregation)
+    chosen = range(len(token_losses)) if sequences is None else sequences
+    return sum(weight[i] * loss for i in chosen for loss in token_losses[i])
+
+
+def reference_loss(token_losses: list[list[float]], aggregation: str) -> float:
+    """From the papers, sequence by sequence; those without a token are not there."""
+    sequences = [losses for losses in token_losses if losses]
+    if not sequences:
+        return 0.0
+    match aggregation:
+        case "token_mean":
+            return fmean([loss for losses in sequences for loss in losses])
+        case "sequence_mean_token_mean":
+            return fmean([fmean(losses) for losses in sequences])
+        case "sequence_mean_token_sum":
+            return fmean([sum(losses) for losses in sequences])
+        case "constant_length":
+            return fmean([sum(losses) / LENGTH for losses in sequences])
+    raise AssertionError(aggregation)
 
 
 def gradient_of_step(token_losses: list[torch.Tensor], micro_batches: list[list[int]]) -> torch.Tensor:
     """Gradient by a shared parameter, accumulated over micro-batches of whole sequences."""
-    weights = token_mean_weights([len(losses) for losses in token_losses])
+    weight = weights([len(losses) for losses in token_losses])
     parameter = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     for members in micro_batches:
-        loss = sum((parameter * token_losses[i] * weights[i]).sum() for i in members)
+        loss = sum((parameter * token_losses[i] * weight[i]).sum() for i in members)
         loss.backward()
     return parameter.grad
 
 
-def test_every_token_of_the_step_weighs_the_same():
-    assert token_mean_weights([1, 9]) == [0.1, 0.1]
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", [1 / 10, 1 / 10]),
+        ("sequence_mean_token_mean", [1 / 2, 1 / 18]),
+        ("sequence_mean_token_sum", [1 / 2, 1 / 2]),
+        ("constant_length", [1 / 40, 1 / 40]),
+    ],
+)
+def test_one_short_and_one_long_sequence_by_hand(aggregation, expected):
+    assert weights([1, 9], aggregation) == pytest.approx(expected)
 
 
 def test_the_gradient_does_not_depend_on_the_micro_batches_for_one_short_and_one_long_sequence():
@@ -35,28 +77,46 @@ def test_the_scale_does_not_depend_on_how_many_sequences_a_step_takes():
     assert gradient_of_step(losses[:2], [[0], [1]]).item() == pytest.approx(2.0)
 
 
-def test_filtered_sequences_leave_numerator_and_denominator():
-    with_filtered = token_mean_weights([0, 0, 4, 0])
-    assert with_filtered[2] == token_mean_weights([4])[0] == 0.25
+def test_a_constant_length_weighs_a_token_the_same_in_steps_of_short_and_of_long_sequences():
+    assert weights([1, 2], "constant_length") == weights([19, 20], "constant_length")
+    assert weights([1, 2], "token_mean") != weights([19, 20], "token_mean")
 
 
-def test_a_step_of_nothing_but_filtered_sequences_has_loss_zero():
-    assert token_mean_weights([0, 0, 0]) == [0.0, 0.0, 0.0]
-    assert token_mean_weights([]) == []
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_filtered_sequences_leave_numerator_and_denominator(aggregation):
+    with_filtered = weights([0, 0, 4, 0], aggregation)
+    assert with_filtered[2] == weights([4], aggregation)[0]
+    assert step_loss([[], [], [1.0, 2.0], []], aggregation) == step_loss([[1.0, 2.0]], aggregation)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_step_of_nothing_but_filtered_sequences_has_loss_zero(aggregation):
+    assert weights([0, 0, 0], aggregation) == [0.0, 0.0, 0.0]
+    assert weights([], aggregation) == []
 
 
 def test_a_negative_count_is_refused():
     with pytest.raises(ValueError, match="must not be negative, found -1"):
-        token_mean_weights([3, -1])
+        weights([3, -1])
 
 
-@given(st.lists(st.lists(st.floats(-10, 10), max_size=6), min_size=1, max_size=8), st.randoms())
-def test_any_cut_of_the_step_sums_to_the_mean_over_its_tokens(token_losses, random):
-    weights = token_mean_weights([len(losses) for losses in token_losses])
+@pytest.mark.parametrize("length", [None, 0])
+def test_a_constant_length_must_be_given_where_it_is_needed(length):
+    with pytest.raises(ValueError, match=f"needs a divisor of at least 1, found {length}"):
+        aggregation_weights([3], aggregation="constant_length", constant_length=length)
+    assert aggregation_weights([2], aggregation="token_mean") == [0.5]
+
+
+def test_another_aggregation_is_refused():
+    with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
+        weights([3], "mean")
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(token_losses=st.lists(st.lists(st.floats(-10, 10), max_size=6), min_size=1, max_size=8), random=st.randoms())
+def test_any_cut_of_the_step_sums_to_the_loss_of_the_whole(aggregation, token_losses, random):
     order = list(range(len(token_losses)))
     random.shuffle(order)
     cut = random.randint(0, len(order))
-    micro_batches = [order[:cut], order[cut:]]
-    total = sum(sum(weights[i] * loss for i in members for loss in token_losses[i]) for members in micro_batches)
-    tokens = [loss for losses in token_losses for loss in losses]
-    assert total == pytest.approx(sum(tokens) / len(tokens) if tokens else 0.0, rel=1e-9, abs=1e-9)
+    total = sum(step_loss(token_losses, aggregation, part) for part in (order[:cut], order[cut:]))
+    assert total == pytest.approx(reference_loss(token_losses, aggregation), rel=1e-9, abs=1e-9)

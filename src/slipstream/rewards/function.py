@@ -5,23 +5,19 @@ dict of named numbers; it may be a coroutine function. It runs in a child proces
 limits and kills. This module imports nothing heavy, because every child imports it.
 """
 
-import ast
 import difflib
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from slipstream.errors import ConfigError, RewardError
+from slipstream.import_path import check_function, is_import_path, load_function
 from slipstream.rewards.rules import BUILTIN_REWARDS
+
+KEY = "reward.function"
 
 RewardFunction = Callable[..., Any]
 """`reward(text: ScoredText, **options) -> float | dict[str, float]`, or a coroutine function of that form."""
@@ -56,38 +52,12 @@ def resolve_reward(spec: str | RewardFunction) -> RewardFunction:
     """
     if callable(spec):
         return spec
-    location, name = _split(spec)
-    module = _load_file(spec, Path(location)) if location.endswith(".py") else _load_module(spec, location)
-    found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    function = getattr(module, name, None)
-    if function is None:
-        raise _no_such_function(spec, location, name, found)
-    if not callable(function):
-        raise ConfigError(f"reward.function {spec!r}: {name} in {location} is a {type(function).__name__}, no function")
-    return function  # type: ignore[no-any-return]
+    return load_function(_import_path(spec), key=KEY, failure=RewardError)
 
 
 def check_reward_spec(spec: str) -> None:
-    """Raise ConfigError if `spec` names no function, as far as can be seen without running any code of the user.
-
-    For dry runs and for checks before anything starts: the file is parsed, not imported. A module inside a package is
-    looked up, which imports the packages around it.
-    """
-    location, name = _split(spec)
-    path = _existing_file(spec, Path(location)) if location.endswith(".py") else _module_file(spec, location)
-    if path is None:
-        return  # built in, frozen or compiled: only the import will tell
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except SyntaxError as error:
-        raise ConfigError(f"reward.function {spec!r}: {path}, line {error.lineno}: {error.msg}") from error
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    # A function may also be bound by an assignment, an import or a condition: any name in the file might do.
-    mentioned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
-        (node.asname or node.name) for node in ast.walk(tree) if isinstance(node, ast.alias)
-    }
-    if name not in defined and name not in mentioned and "*" not in mentioned:
-        raise _no_such_function(spec, location, name, [key for key in defined if not key.startswith("_")])
+    """Raise ConfigError if `spec` names no function, as far as can be seen without running any code of the user."""
+    check_function(_import_path(spec), key=KEY)
 
 
 def check_options(function: RewardFunction, options: Mapping[str, Any]) -> None:
@@ -150,83 +120,16 @@ def _number(value: object) -> float:
     return number
 
 
-def _split(spec: str) -> tuple[str, str]:
-    """Module or file, and name of the function, of a spec; built-in names are looked up."""
-    spec_or_path = BUILTIN_REWARDS.get(spec, spec)
-    location, separator, name = spec_or_path.rpartition(":")
-    if separator and location and name.isidentifier():
-        return location, name
+def _import_path(spec: str) -> str:
+    """The import path behind a spec; built-in names are looked up."""
+    path = BUILTIN_REWARDS.get(spec, spec)
+    if is_import_path(path):
+        return path
     nearest = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
     raise ConfigError(
-        f"reward.function {spec!r} is neither 'module:function' nor 'path/to/file.py:function' nor a built-in rule "
+        f"{KEY} {spec!r} is neither 'module:function' nor 'path/to/file.py:function' nor a built-in rule "
         f"({', '.join(sorted(BUILTIN_REWARDS))})" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
     )
-
-
-def _existing_file(spec: str, path: Path) -> Path:
-    path = path.expanduser()
-    if not path.is_file():
-        raise ConfigError(f"reward.function {spec!r}: there is no file {path.absolute()}")
-    return path
-
-
-def _module_file(spec: str, name: str) -> Path | None:
-    """Source file of a module, None if it has none; ConfigError if there is no such module."""
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None  # a package around it does not exist, or the name is not one ("..rewards")
-    if found is None:
-        raise _no_such_module(spec, name)
-    return Path(found.origin) if found.origin is not None and found.origin.endswith(".py") else None
-
-
-def _load_file(spec: str, path: Path) -> ModuleType:
-    """Import a file under a name of its own, so that it can't shadow or be shadowed by an installed module."""
-    path = _existing_file(spec, path).absolute()
-    module_spec = importlib.util.spec_from_file_location(f"slipstream_reward_{path.stem}", path)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"reward.function {spec!r}: {path} cannot be imported as Python source")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look a class's module up there
-    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours, as a script could
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise _import_failed(spec, str(path), error) from error
-    return module
-
-
-def _load_module(spec: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise _no_such_module(spec, name) from error
-        raise _import_failed(spec, name, error) from error
-    except Exception as error:
-        raise _import_failed(spec, name, error) from error
-
-
-def _no_such_module(spec: str, name: str) -> ConfigError:
-    return ConfigError(
-        f"reward.function {spec!r}: there is no module {name!r}; it must be installed or lie in the working directory "
-        f"{Path.cwd()}"
-    )
-
-
-def _no_such_function(spec: str, location: str, name: str, found: list[str]) -> ConfigError:
-    nearest = difflib.get_close_matches(name, found, n=1)
-    return ConfigError(
-        f"reward.function {spec!r}: {location} has no function {name!r}; found {', '.join(found[:10]) or 'none'}"
-        + (f"; did you mean {nearest[0]!r}?" if nearest else "")
-    )
-
-
-def _import_failed(spec: str, location: str, error: Exception) -> RewardError:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return RewardError(f"reward.function {spec!r}: importing {location} raised {type(error).__name__}: {error}{where}")
 
 
 def _shorten(text: str, limit: int = 40) -> str:
