@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from slipstream.config.base import Section
-from slipstream.config.keys import PIPELINE_STAGES, Key, config_keys, section_of
+from slipstream.config.keys import ANY_NAME, PIPELINE_STAGES, Key, config_keys, sections_below
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +20,7 @@ END = "<!-- end: written by scripts/document_configuration.py -->"
 WORKFLOWS: dict[str, type[Section]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
+    "reward-model": RewardModelConfig,
     "evaluate": EvaluateConfig,
     "pipeline": PipelineConfig,
 }
@@ -53,11 +55,8 @@ def section_places() -> dict[type[Section], dict[str, list[str]]]:
     places: dict[type[Section], dict[str, list[str]]] = {}
 
     def visit(workflow: str, kind: type[Section], prefix: str) -> None:
-        for name, field in kind.model_fields.items():
-            section = section_of(field.annotation)
-            if section is None:
-                continue
-            path = f"{prefix}{name}"
+        for path_below, section in sections_below(kind).values():
+            path = f"{prefix}{path_below}"
             places.setdefault(section, {}).setdefault(path, []).append(workflow)
             visit(workflow, section, f"{path}.")
 
@@ -76,11 +75,7 @@ def _recipes() -> str:
 
 def _workflow(name: str, kind: type[Section]) -> str:
     own = [key for path, key in config_keys(kind).items() if "." not in path]
-    sections = [
-        f"[`{field}`](#{_heading(section)})"
-        for field, info in kind.model_fields.items()
-        if (section := section_of(info.annotation)) is not None
-    ]
+    sections = [f"[`{path}`]({_link(section)})" for path, section in sections_below(kind).values()]
     purpose = _docstring(kind).partition(": ")[2]
     lines = [f"## slipstream {name}", "", f"{purpose[0].upper()}{purpose[1:]}", "", *_table(own)]
     if kind is PipelineConfig:
@@ -96,18 +91,24 @@ def _section(section: type[Section], paths: dict[str, list[str]]) -> str:
     keys = config_keys(section)
     own = [keys[name] for name in section.model_fields if name in keys]
     lines = [f"## {_heading(section)}", "", f"{_docstring(section)} Stands at {places}.", "", *_table(own)]
-    for name, field in section.model_fields.items():
-        below = section_of(field.annotation)
-        if below is not None:
-            heading = _heading(below)
-            lines.append(f"| `{name}.*` | null | the keys of [`{heading}`](#{heading}), or null | "
-                         f"{_cell(field.description or '')} |")  # fmt: skip
+    for name, (path, below) in sections_below(section).items():
+        field, heading = section.model_fields[name], _heading(below)
+        default, remark = ("null", ", or null") if field.default is None else ("", "")
+        if path.endswith(f".{ANY_NAME}"):
+            default, remark = "none", f" for each `{ANY_NAME}` of your choice"
+        lines.append(f"| `{path}.*` | {default} | the keys of [`{heading}`]({_link(below)}){remark} | "
+                     f"{_cell(field.description or '')} |")  # fmt: skip
     return "\n".join(lines)
 
 
 def _heading(section: type[Section]) -> str:
     """A section has one table, below the first place at which it stands."""
     return next(iter(section_places()[section]))
+
+
+def _link(section: type[Section]) -> str:
+    """The address of a section's table: headings lose their dots there."""
+    return f"#{_heading(section).replace('.', '')}"
 
 
 def _table(keys: list[Key]) -> list[str]:

@@ -5,10 +5,18 @@ from pydantic import Field
 
 from slipstream.config.base import Section
 from slipstream.config.help_text import describe_keys
-from slipstream.config.keys import PIPELINE_OWNED_KEYS, config_keys, describe_type, keys_below, nearest_keys
+from slipstream.config.keys import (
+    PIPELINE_OWNED_KEYS,
+    config_keys,
+    describe_type,
+    keys_around,
+    keys_below,
+    nearest_keys,
+)
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
 
-KINDS = [RLConfig, SFTConfig, EvaluateConfig, PipelineConfig]
+KINDS = [RLConfig, SFTConfig, RewardModelConfig, EvaluateConfig, PipelineConfig]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -22,6 +30,17 @@ def test_sections_inside_sections_are_followed_even_where_they_may_be_null() -> 
     keys = config_keys(RLConfig)
     assert keys["evaluation.data.prompt_key"].default == "prompt"
     assert "evaluation.data" not in keys
+
+
+def test_where_names_are_chosen_a_path_is_read_with_its_own() -> None:
+    general = "evaluation.other_data.NAME.source"
+    assert general in config_keys(RLConfig) and general in keys_around(RLConfig, "evaluation.data.source")
+    around = keys_around(RLConfig, "evaluation.other_data.math.sauce")
+    assert around["evaluation.other_data.math.source"].path == "evaluation.other_data.math.source"
+    assert general not in around and "evaluation.data.source" in around
+    assert keys_below(RLConfig, "evaluation.other_data") == ["NAME"]
+    assert keys_below(RLConfig, "evaluation.other_data.math") == keys_below(RLConfig, "data")
+    assert "rl.evaluation.other_data.math.source" in keys_around(PipelineConfig, "rl.evaluation.other_data.math")
 
 
 def test_a_pipeline_has_the_keys_of_its_stages_but_those_it_fills_in() -> None:
@@ -40,7 +59,7 @@ def test_required_and_default_are_told_apart() -> None:
 
 
 def test_keys_below_a_section_are_its_own_names() -> None:
-    assert keys_below(RLConfig, "checkpoint") == ["every_steps", "keep"]
+    assert keys_below(RLConfig, "checkpoint") == ["every_steps", "keep", "best_metric"]
     assert keys_below(RLConfig, "")[:3] == ["seed", "steps", "optimizer_steps_per_batch"]
 
 
@@ -69,11 +88,11 @@ def test_types_and_ranges_are_put_in_words(name: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("learning_rate", ["training.learning_rate"]),
+        ("learning_rate", ["training.learning_rate", "critic.learning_rate"]),
         ("threads", ["rollout.threads", "training.threads"]),
         ("data.promt_key", ["data.prompt_key"]),
         ("evaluation.data.source_", ["evaluation.data.source"]),
-        ("LEARNING-RATE", ["training.learning_rate"]),
+        ("LEARNING-RATE", ["training.learning_rate", "critic.learning_rate"]),
         ("lerning_rate", ["training.learning_rate"]),
         ("quux", []),
     ],

@@ -52,14 +52,18 @@ def write(folder: Path, text: str) -> Path:
     ("arguments", "message"),
     [
         # Unknown keys, with the nearest one.
-        ("--learning_rate 1", "learning_rate: unknown key (value 1); did you mean training.learning_rate?"),
+        (
+            "--learning_rate 1",
+            "learning_rate: unknown key (value 1); did you mean training.learning_rate or critic.learning_rate?",
+        ),
         (
             "--training.learning_rat 1e-4",
             "training.learning_rat: unknown key (value 0.0001); did you mean training.learning_rate?",
         ),
         (
             "--training.learning-rate 1",
-            "training.learning-rate: unknown key (value 1); did you mean training.learning_rate?",
+            "training.learning-rate: unknown key (value 1); did you mean training.learning_rate or "
+            "critic.learning_rate?",
         ),
         (
             "--training.kl_coefficient 1",
@@ -67,7 +71,10 @@ def write(folder: Path, text: str) -> Path:
         ),
         ("--threads 2", "threads: unknown key (value 2); did you mean rollout.threads or training.threads?"),
         ("--trainin.ranks 2", 'trainin: unknown key (value {"ranks": 2}); did you mean training?'),
-        ("--checkpoint.frob x", "checkpoint.frob: unknown key (value 'x'); keys of checkpoint are every_steps, keep"),
+        (
+            "--checkpoint.frob x",
+            "checkpoint.frob: unknown key (value 'x'); keys of checkpoint are every_steps, keep, best_metric",
+        ),
         # Wrong types.
         ("--training.learning_rate abc", "training.learning_rate: found 'abc', expected a number above 0"),
         ("--steps 1.5", "steps: found 1.5, expected a whole number of at least 1"),
@@ -76,7 +83,7 @@ def write(folder: Path, text: str) -> Path:
         ("--rollout.threads x", "rollout.threads: found 'x', expected a whole number of at least 1, or null"),
         ("--tracking.tensorboard yes", "tracking.tensorboard: found 'yes', expected true or false"),
         ("--rollout.stop x", "rollout.stop: found 'x', expected a list of texts"),
-        ("--checkpoint 5", "checkpoint: found 5, expected the keys every_steps, keep"),
+        ("--checkpoint 5", "checkpoint: found 5, expected the keys every_steps, keep, best_metric"),
         ("--data.task_options 5", "data.task_options: found 5, expected a mapping"),
         # Out of range.
         ("--training.learning_rate -1e-4", "training.learning_rate: found -0.0001, expected a number above 0"),
@@ -119,6 +126,98 @@ def write(folder: Path, text: str) -> Path:
 )
 def test_a_mistake_is_one_line_that_says_what_was_found_and_expected(arguments: str, message: str) -> None:
     assert mistake(RLConfig, [*RL, *arguments.split(" ")]) == message
+
+
+HELD_OUT = "--evaluation.data.source=e.jsonl"
+OTHER = "--evaluation.other_data"
+
+
+def test_further_held_out_sets_are_named_by_their_keys(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "evaluation: {data: {source: e.jsonl}, other_data: {aime: {source: 2024, rows: 3}}}\n")
+    config = load_config(RLConfig, recipe, [*RL, f"{OTHER}.math.source", "5", f"{OTHER}.aime.rows=4"])
+    assert list(config.evaluation.sets) == ["held-out", "aime", "math"]
+    assert config.evaluation.other_data["aime"].source == "2024", "text stays text, whatever it looks like"
+    assert (config.evaluation.other_data["math"].source, config.evaluation.other_data["aime"].rows) == ("5", 4)
+    assert validate_config(RLConfig, config.model_dump()) == config
+    assert list(rl(HELD_OUT, OTHER, "{math: {source: m.jsonl}}").evaluation.sets) == ["held-out", "math"]
+    assert rl().evaluation.sets == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            f"{OTHER}.math.source=m {OTHER}.math.promt_key=x",
+            "evaluation.other_data.math.promt_key: unknown key (value 'x'); did you mean "
+            "evaluation.other_data.math.prompt_key?",
+        ),
+        (
+            f"{OTHER}.math.rows=3",
+            "evaluation.other_data.math.source: missing; expected text (Hub dataset name, local file or folder (jsonl, "
+            "json, csv, parquet), or 'reasoning_gym:TASK'.)",
+        ),
+        (
+            f"{OTHER}.math.source=m {OTHER}.math.rows=0",
+            "evaluation.other_data.math.rows: found 0, expected a whole number of at least 1, or null",
+        ),
+        (
+            f"{OTHER}.math.source=m {OTHER}.math.prompt_template=hi",
+            "evaluation.other_data.math.prompt_template must contain '{prompt}'",
+        ),
+        (
+            f"{OTHER}.math.source",
+            f"{OTHER}.math.source has no value; expected text "
+            f"(a value starting with '--' needs {OTHER}.math.source=...)",
+        ),
+        (
+            f"{OTHER}.held-out.source=m",
+            "evaluation.other_data must not hold a set named 'held-out': evaluation.data is called that",
+        ),
+    ],
+)
+def test_a_mistake_in_a_further_held_out_set_is_named_with_the_set(arguments: str, message: str) -> None:
+    assert mistake(RLConfig, [*RL, HELD_OUT, *arguments.split(" ")]) == message
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "a.b", "a b"])
+def test_the_name_of_a_set_can_be_part_of_keys_and_metrics(name: str) -> None:
+    settings = rl(HELD_OUT).model_dump()
+    settings["evaluation"]["other_data"] = {name: {"source": "m.jsonl"}}
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.other_data must name its sets with letters, digits, '-' and '_'"
+    ):
+        validate_config(RLConfig, settings)
+
+
+@pytest.mark.parametrize("value", ["source=m.jsonl", "math=m.jsonl"])
+def test_a_set_without_a_section_of_its_own_is_told_what_a_set_has(value: str) -> None:
+    assert "found 'm.jsonl', expected the keys source, split" in mistake(RLConfig, [*RL, HELD_OUT, f"{OTHER}.{value}"])
+
+
+def test_further_sets_need_names_and_a_first_set() -> None:
+    text = mistake(RLConfig, [*RL, HELD_OUT, f"{OTHER}=5"])
+    assert text.startswith("evaluation.other_data: found 5, expected names, each with the keys source, split")
+    text = mistake(RLConfig, [*RL, f"{OTHER}.math.source=m"])
+    assert text == "evaluation.other_data needs evaluation.data, the first held-out set"
+
+
+def test_the_best_metric_is_one_that_the_evaluations_give() -> None:
+    sets = [HELD_OUT, f"{OTHER}.math.source=m", "--evaluation.samples_per_prompt=4"]
+    for name in ("sampled_accuracy", "greedy_accuracy", "mean_reward", "pass@1", "pass@4", "math/pass@2"):
+        assert rl(*sets, f"--checkpoint.best_metric={name}").checkpoint.best_metric == name
+    for name in ("pass@8", "pass@3", "maths/pass@2", "math", "held-out/pass@1", "mean_length"):
+        text = mistake(RLConfig, [*RL, *sets, f"--checkpoint.best_metric={name}"])
+        assert text.startswith("checkpoint.best_metric must be one of sampled_accuracy, greedy_accuracy, mean_reward, ")
+        assert "pass@4, math/sampled_accuracy" in text and f"found {name!r}" in text
+    text = mistake(RLConfig, [*RL, HELD_OUT, "--checkpoint.best_metric=greedy_acuracy"])
+    assert text.endswith("did you mean 'greedy_accuracy'?")
+
+
+def test_without_accuracies_there_is_no_best_metric() -> None:
+    metric = "--checkpoint.best_metric=sampled_accuracy"
+    assert mistake(RLConfig, [*RL, metric]).startswith("checkpoint.best_metric needs evaluation.data")
+    sft = [*RL[:4], "--data.response_key=r", metric]
+    assert mistake(SFTConfig, sft).startswith("checkpoint.best_metric belongs to rl")
 
 
 def test_missing_keys_are_named_with_their_meaning() -> None:

@@ -3,7 +3,7 @@
 import textwrap
 
 from slipstream.config.base import Section
-from slipstream.config.keys import PIPELINE_STAGES, Key, config_keys, section_of
+from slipstream.config.keys import PIPELINE_STAGES, Key, config_keys, sections_below
 from slipstream.config.schema import PipelineConfig
 
 LEFT_COLUMN = 44
@@ -15,10 +15,7 @@ def describe_keys(kind: type[Section], *, width: int = 120) -> str:
     own = [key for path, key in config_keys(kind).items() if "." not in path]
     lines += _key_lines(own, width=width)
     shown: dict[type[Section], str] = {}
-    for name, field in kind.model_fields.items():
-        section = section_of(field.annotation)
-        if section is not None:
-            lines += _section_lines(section, name, shown=shown, width=width)
+    lines += _lines_below(kind, prefix="", shown=shown, width=width)
     if kind is PipelineConfig:
         for name in PIPELINE_STAGES:
             description = kind.model_fields[name].description
@@ -26,18 +23,31 @@ def describe_keys(kind: type[Section], *, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def _section_lines(section: type[Section], path: str, *, shown: dict[type[Section], str], width: int) -> list[str]:
-    if section in shown:
-        return ["", f"{path}.*: the same keys as {shown[section]}.*"]
-    shown[section] = path
-    lines = ["", f"{path}: {(section.__doc__ or '').splitlines()[0]}"]
-    keys = config_keys(section)
-    lines += _key_lines([keys[name] for name in section.model_fields if name in keys], width=width, prefix=f"{path}.")
-    for name, field in section.model_fields.items():
-        below = section_of(field.annotation)
-        if below is not None:
-            lines += _section_lines(below, f"{path}.{name}", shown=shown, width=width)
+def _lines_below(kind: type[Section], *, prefix: str, shown: dict[type[Section], str], width: int) -> list[str]:
+    """The sections of a section. `shown` says where each class was shown first, and is added to."""
+    lines: list[str] = []
+    for name, (path_below, section) in sections_below(kind).items():
+        path = f"{prefix}{path_below}"
+        if section in shown:
+            description = kind.model_fields[name].description
+            remark = f" ({description.removesuffix('.')})" if description else ""
+            lines += ["", *_wrapped(f"{path}.*: the same keys as {shown[section]}.*{remark}", width)]
+        else:
+            shown[section] = path
+            lines += _section_lines(section, path, width=width)
+            lines += _lines_below(section, prefix=f"{path}.", shown=shown, width=width)
     return lines
+
+
+def _section_lines(section: type[Section], path: str, *, width: int) -> list[str]:
+    keys = config_keys(section)
+    own = [keys[name] for name in section.model_fields if name in keys]
+    heading = f"{path}: {(section.__doc__ or '').splitlines()[0]}"
+    return ["", *_wrapped(heading, width), *_key_lines(own, width=width, prefix=f"{path}.")]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width=width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
 
 
 def _key_lines(keys: list[Key], *, width: int, prefix: str = "") -> list[str]:

@@ -21,6 +21,9 @@ from slipstream.config.schema import PipelineConfig, RLConfig, SFTConfig
 PIPELINE_STAGES: dict[str, type[Section]] = {"sft": SFTConfig, "rl": RLConfig}
 """The stages of a pipeline; each is written below its name without the keys in `PIPELINE_OWNED_KEYS`."""
 
+ANY_NAME = "NAME"
+"""Stands in a path for a name that the user chooses, as in `evaluation.other_data.NAME.source`."""
+
 PIPELINE_OWNED_KEYS = ("seed", "output_dir", "model.path")
 """Keys of a stage that the pipeline fills in, because one stage's output is the next one's input."""
 
@@ -53,35 +56,62 @@ class Key:
 
 @lru_cache(maxsize=16)
 def config_keys(kind: type[Section]) -> dict[str, Key]:
-    """All keys of a workflow by dotted path, in the order of the schema. Sections themselves are not keys."""
+    """All keys of a workflow by dotted path, in the order of the schema. Sections themselves are not keys.
+
+    Where a field maps names to sections, `NAME` stands for any of them.
+    """
     keys: dict[str, Key] = {}
+    sections = sections_below(kind)
     for name, field in kind.model_fields.items():
         if kind is PipelineConfig and name in PIPELINE_STAGES:
             for path, key in config_keys(PIPELINE_STAGES[name]).items():
                 if path not in PIPELINE_OWNED_KEYS:
                     keys[f"{name}.{path}"] = replace(key, path=f"{name}.{path}")
             continue
-        section = section_of(field.annotation)
-        if section is None:
+        if name not in sections:
             keys[name] = _key(name, kind, field)
-        else:
-            for path, key in config_keys(section).items():
-                keys[f"{name}.{path}"] = replace(key, path=f"{name}.{path}")
+            continue
+        prefix, section = sections[name]
+        for path, key in config_keys(section).items():
+            keys[f"{prefix}.{path}"] = replace(key, path=f"{prefix}.{path}")
     return keys
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section class of an annotation `SomeSection` or `SomeSection | None`; None where it is another type."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
+def sections_below(kind: type[Section]) -> dict[str, tuple[str, type[Section]]]:
+    """The fields of a section that are sections: by field, the path of their keys and their class.
+
+    The path is the field's name, or `field.NAME` where the field maps names to sections.
+    """
+    below: dict[str, tuple[str, type[Section]]] = {}
+    for name, field in kind.model_fields.items():
+        is_mapping = get_origin(field.annotation) is dict
+        for candidate in (field.annotation, *get_args(field.annotation)):
+            if isinstance(candidate, type) and issubclass(candidate, Section):
+                below[name] = (f"{name}.{ANY_NAME}" if is_mapping else name, candidate)
+    return below
 
 
-def section_paths(kind: type[Section]) -> set[str]:
+def keys_around(kind: type[Section], path: str) -> dict[str, Key]:
+    """All keys of a workflow, with the names that `path` leads through in place of `NAME`.
+
+    Around `evaluation.other_data.math.source` the keys of any set are those of the set `math`.
+    """
+    keys = config_keys(kind)
+    sections = section_paths(keys)
+    parts = path.split(".")
+    for depth in range(1, len(parts)):
+        general = ".".join([*parts[:depth], ANY_NAME, ""])
+        if general[:-1] in sections:
+            chosen = ".".join([*parts[: depth + 1], ""])
+            found = {known.replace(general, chosen, 1) if known.startswith(general) else known: known for known in keys}
+            return {name: replace(keys[known], path=name) for name, known in found.items()}
+    return keys
+
+
+def section_paths(keys: Iterable[str]) -> set[str]:
     """Dotted paths of everything that has keys below it, such as `evaluation` and `evaluation.data`."""
     paths: set[str] = set()
-    for path in config_keys(kind):
+    for path in keys:
         parts = path.split(".")
         paths.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
     return paths
@@ -90,7 +120,7 @@ def section_paths(kind: type[Section]) -> set[str]:
 def keys_below(kind: type[Section], section: str) -> list[str]:
     """Names of the keys and sections directly below a dotted path; '' is the top."""
     depth = section.count(".") + 1 if section else 0
-    below = [path for path in config_keys(kind) if not section or path.startswith(f"{section}.")]
+    below = [path for path in keys_around(kind, section) if not section or path.startswith(f"{section}.")]
     return list(dict.fromkeys(path.split(".")[depth] for path in below))
 
 

@@ -6,7 +6,7 @@ given twice is an error. Leaves out what needs the file system or the model; tha
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,13 +19,14 @@ from ruamel.yaml.representer import SafeRepresenter
 
 from slipstream.config.base import Section
 from slipstream.config.keys import (
+    ANY_NAME,
     PIPELINE_OWNED_KEYS,
     PIPELINE_STAGES,
     Key,
     config_keys,
+    keys_around,
     keys_below,
     nearest_keys,
-    section_of,
     section_paths,
     show,
 )
@@ -33,6 +34,9 @@ from slipstream.config.schema import PipelineConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+SHORTHANDS = {"algorithm": "preset", "rl.algorithm": "preset"}
+"""Sections that may be given as one word, which is the value of this key: `algorithm: ppo`."""
 
 
 class _Constructor(SafeConstructor):
@@ -65,6 +69,9 @@ def load_config(kind: type[AnySection], path: str | Path | None, overrides: Sequ
     `path` None starts from nothing. Raises ConfigError with one line per problem.
     """
     values = {} if path is None else _read_recipe(kind, Path(path))
+    for section, key in SHORTHANDS.items():
+        if isinstance(word := _get(values, section), str):
+            _set(values, section, {key: word})
     for override in parse_overrides(kind, overrides):
         _set(values, override.path, _override_value(kind, override))
     return validate_config(kind, values)
@@ -144,15 +151,17 @@ def parse_overrides(kind: type[Section], arguments: Sequence[str]) -> list[Overr
             if not waiting or waiting[0].startswith("--"):
                 raise ConfigError(_missing_value(kind, path))
             text = waiting.pop(0)
+        if path in SHORTHANDS and path in section_paths(config_keys(kind)):
+            path = f"{path}.{SHORTHANDS[path]}"
         overrides.append(Override(path, text))
     return overrides
 
 
 def _missing_value(kind: type[Section], path: str) -> str:
-    keys = config_keys(kind)
+    keys = keys_around(kind, path)
     if path in keys:
         return f"--{path} has no value; expected {keys[path].expected} (a value starting with '--' needs --{path}=...)"
-    if path in section_paths(kind) or path.startswith("-"):
+    if path in section_paths(keys) or path.startswith("-"):
         return f"--{path} has no value; expected --section.key value"
     return f"--{path} has no value and is not a key{_hint(kind, path)}"
 
@@ -206,7 +215,7 @@ def _parse_yaml(text: str, *, where: str) -> tuple[Any, Any]:
 
 def _override_value(kind: type[Section], override: Override) -> Any:
     """The value of an override. Where the key takes text, what was typed is the value, whatever it looks like."""
-    key = config_keys(kind).get(override.path)
+    key = keys_around(kind, override.path).get(override.path)
     typed = override.text
     if key is not None and key.takes_text:
         if key.nullable and typed == "null":
@@ -247,7 +256,7 @@ def _set(mapping: dict[str, Any], path: str, value: Any, *, prefix: str = "") ->
 
 def _restore_texts(kind: type[Section], values: dict[str, Any], texts: Mapping[str, Any]) -> None:
     """Where a key takes text and YAML made a number or a truth value of it (`prompt_key: 5`), go back to the text."""
-    for path, key in config_keys(kind).items():
+    for path, key in _keys_in(kind, values):
         value, text = _get(values, path), _get(texts, path)
         if key.takes_text and isinstance(value, bool | int | float) and isinstance(text, str):
             _set(values, path, text)
@@ -256,6 +265,16 @@ def _restore_texts(kind: type[Section], values: dict[str, Any], texts: Mapping[s
                 raw if isinstance(item, bool | int | float) else item for item, raw in zip(value, text, strict=True)
             ]
             _set(values, path, restored)
+
+
+def _keys_in(kind: type[Section], values: Mapping[str, Any]) -> Iterator[tuple[str, Key]]:
+    """All keys by path; those of sections that the user names, once for each name in `values`."""
+    for path, key in config_keys(kind).items():
+        mapping, is_named, rest = path.partition(f".{ANY_NAME}.")
+        if not is_named:
+            yield path, key
+        elif isinstance(sections := _get(values, mapping), Mapping):
+            yield from ((f"{mapping}.{name}.{rest}", key) for name in sections)
 
 
 def _validate(kind: type[AnySection], mapping: Mapping[str, Any], *, prefix: str) -> AnySection:
@@ -296,18 +315,25 @@ def _hint(kind: type[Section], path: str, *, prefix: str = "") -> str:
 
 
 def _nearest(kind: type[Section], path: str) -> list[str]:
-    # The section that the unknown key stands in is no answer.
-    sections = [section for section in section_paths(kind) if not path.startswith(f"{section}.")]
-    return nearest_keys(path, [*config_keys(kind), *sorted(sections)])
+    keys = keys_around(kind, path)
+    # The section that the unknown key stands in is no answer, nor is a name that the user may choose.
+    sections = [
+        section
+        for section in section_paths(keys)
+        if not path.startswith(f"{section}.") and not section.endswith(f".{ANY_NAME}")
+    ]
+    return nearest_keys(path, [*keys, *sorted(sections)])
 
 
 def _missing_keys(kind: type[Section], location: tuple[int | str, ...]) -> list[Key]:
-    """The required keys that are missing with a key or a whole section."""
+    """The required keys that are missing with a key or a whole section; names that nobody chose lack nothing."""
     path = _dotted(location)
     return [
         key
-        for key in config_keys(kind).values()
-        if key.required and (key.path == path or key.path.startswith(f"{path}."))
+        for key in keys_around(kind, path).values()
+        if key.required
+        and (key.path == path or key.path.startswith(f"{path}."))
+        and f".{ANY_NAME}." not in key.path.removeprefix(path)
     ]
 
 
@@ -317,16 +343,21 @@ def _invalid_value(kind: type[Section], item: ErrorDetails, *, prefix: str) -> s
         text = str(item["ctx"]["error"])
         if not path:
             return _prefixed(text, prefix)
-        section = kind
-        for part in item["loc"]:
-            section = section_of(section.model_fields[str(part)].annotation) or section
         # A section's own check names the section's keys without the way to them.
-        names_key = text.split(maxsplit=1)[0] in section.model_fields
+        names_key = text.split(maxsplit=1)[0] in keys_below(kind, path)
         return f"{prefix}{path}.{text}" if names_key else f"{prefix}{path}: {text}"
-    key = config_keys(kind).get(path.partition("[")[0])
-    expected = f"the keys {', '.join(keys_below(kind, path))}" if key is None else key.expected
+    bare = path.partition("[")[0]
+    key = keys_around(kind, bare).get(bare)
+    expected = _expected_keys(kind, bare) if key is None else key.expected
     where = f"{prefix}{path}: " if path else ""
     return f"{where}found {show(item['input'])}, expected {expected}"
+
+
+def _expected_keys(kind: type[Section], section: str) -> str:
+    below = keys_below(kind, section)
+    if below == [ANY_NAME]:
+        return f"names, each with the keys {', '.join(keys_below(kind, f'{section}.{ANY_NAME}'))}"
+    return f"the keys {', '.join(below)}"
 
 
 def _prefixed(text: str, prefix: str) -> str:
