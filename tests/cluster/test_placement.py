@@ -1,11 +1,15 @@
 """Which processes a run has and what each gets, for machines of all sizes."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.cluster.placement import ACTOR_CPU_SHARE, plan_placement
+from slipstream.cluster.placement import ACTOR_CPU_SHARE, Placement, plan_placement
 from slipstream.config.schema import (
+    AlgorithmConfig,
     DataConfig,
     EvaluateConfig,
     EvaluationConfig,
@@ -22,21 +26,30 @@ MODEL = ModelConfig(path="m")
 DATA = DataConfig(source="d.jsonl", response_key="response")
 
 
-def rl(*, ranks: int = 1, engines: int = 1, workers: int = 1, **threads: int) -> RLConfig:
+def rl(
+    *,
+    ranks: int = 1,
+    engines: int = 1,
+    workers: int = 1,
+    algorithm: str = "grpo",
+    reward: dict | None = None,
+    **threads: int,
+) -> RLConfig:
     return RLConfig(
         steps=1,
         output_dir="o",
         model=MODEL,
         data=DATA,
-        reward=RewardConfig(function="number", workers=workers),
+        reward=RewardConfig(**(reward or {"function": "number"}), workers=workers),
         rollout=RolloutConfig(engines=engines, threads=threads.get("rollout")),
+        algorithm=AlgorithmConfig(preset=algorithm),  # type: ignore[arg-type]
         training=TrainingConfig(ranks=ranks, threads=threads.get("training")),
     )
 
 
-def evaluation(*, engines: int) -> EvaluateConfig:
+def evaluation(*, engines: int, reward_model: str | None = None) -> EvaluateConfig:
     rollout = RolloutConfig(engines=engines)
-    reward = RewardConfig(function="number")
+    reward = RewardConfig(function="number", model=reward_model)
     return EvaluateConfig(
         output_dir="o", model=MODEL, reward=reward, rollout=rollout, evaluation=EvaluationConfig(data=DATA)
     )
@@ -53,6 +66,17 @@ def test_every_process_of_a_run_is_named() -> None:
         "reward worker 0",
         "reward worker 1",
     ]
+
+
+def test_a_critic_has_as_many_ranks_as_the_learner_and_their_threads() -> None:
+    placement = plan_placement(rl(ranks=2, engines=2, algorithm="ppo"), cpus=8, gpus=0)
+    assert [actor.name for actor in placement.of_role("critic")] == ["critic rank 0", "critic rank 1"]
+    assert [actor.threads for actor in placement.of_role("critic")] == [4, 4]
+    assert placement.of_role("critic") == tuple(
+        replace(actor, name=actor.name.replace("learner", "critic"), role="critic")
+        for actor in placement.of_role("learner")
+    )
+    assert not plan_placement(rl(), cpus=8, gpus=0).of_role("critic")
 
 
 def test_engines_that_take_turns_each_use_all_cores() -> None:
@@ -90,7 +114,8 @@ def test_sft_has_learners_only_and_evaluation_has_none() -> None:
 def test_what_is_asked_of_ray_always_fits_one_core_and_every_process_can_compute(
     ranks: int, engines: int, workers: int, cpus: int
 ) -> None:
-    placement = plan_placement(rl(ranks=ranks, engines=engines, workers=workers), cpus=cpus, gpus=0)
+    config = rl(ranks=ranks, engines=engines, workers=workers, algorithm="ppo")
+    placement = plan_placement(config, cpus=cpus, gpus=0)
     assert sum(actor.cpus for actor in placement.actors) <= 1
     assert all(1 <= actor.threads <= cpus for actor in placement.actors)
     assert all(actor.gpus == 0 for actor in placement.actors)
@@ -105,8 +130,27 @@ def test_on_enough_gpus_everybody_has_one() -> None:
 def test_on_fewer_gpus_a_rank_and_an_engine_share_one_and_two_ranks_never_do() -> None:
     placement = plan_placement(rl(ranks=2, engines=2), cpus=8, gpus=2)
     learner, rollout = placement.of_role("learner")[0].gpus, placement.of_role("rollout")[0].gpus
-    assert learner + rollout == 1
+    assert learner + rollout <= 1
     assert 2 * learner > 1
+
+
+def test_a_reward_model_has_an_actor_with_the_threads_of_an_engine_and_no_workers_without_a_function() -> None:
+    alone = plan_placement(rl(engines=2, reward={"model": "m"}), cpus=8, gpus=0)
+    assert [actor.name for actor in alone.of_role("reward_model")] == ["reward engine"]
+    assert alone.of_role("reward_model")[0].threads == alone.of_role("rollout")[0].threads == 4
+    assert not alone.of_role("reward")
+    both = plan_placement(rl(workers=2, reward={"model": "m", "function": "number"}), cpus=8, gpus=0)
+    assert len(both.of_role("reward_model")) == 1 and len(both.of_role("reward")) == 2
+    assert not plan_placement(rl(), cpus=8, gpus=0).of_role("reward_model")
+
+
+@pytest.mark.parametrize(("gpus", "shares"), [(3, (1.0, 1.0)), (2, (0.95, 0.05))])
+def test_a_reward_model_has_a_gpu_of_its_own_only_where_one_is_left(gpus: int, shares: tuple[float, float]) -> None:
+    for placement in (
+        plan_placement(rl(reward={"model": "m"}), cpus=8, gpus=gpus),
+        plan_placement(evaluation(engines=2, reward_model="m"), cpus=8, gpus=gpus),
+    ):
+        assert (placement.of_role("rollout")[0].gpus, placement.of_role("reward_model")[0].gpus) == shares
 
 
 def test_more_gpus_wanted_than_there_are_is_an_error_that_names_the_keys() -> None:
@@ -117,3 +161,66 @@ def test_more_gpus_wanted_than_there_are_is_an_error_that_names_the_keys() -> No
     )
     with pytest.raises(ConfigError, match=r"^rollout\.engines \(4\) need 4 GPUs, this machine has 2; lower it"):
         plan_placement(evaluation(engines=4), cpus=8, gpus=2)
+
+
+def place(placement: Placement, gpus: int, data: st.DataObject) -> dict[str, int]:
+    """The GPU of each actor, placed in their order like Ray does: on any GPU with room, whichever `data` draws."""
+    free = [100] * gpus
+    found = {}
+    for actor in (actor for actor in placement.actors if actor.gpus):
+        share = round(actor.gpus * 100)
+        places = [gpu for gpu in range(gpus) if free[gpu] >= share]
+        assert places, f"no room for {actor.name}"
+        found[actor.name] = data.draw(st.sampled_from(places), label=actor.name)
+        free[found[actor.name]] -= share
+    return found
+
+
+@given(
+    ranks=st.integers(1, 8),
+    engines=st.integers(1, 8),
+    gpus=st.integers(1, 24),
+    algorithm=st.sampled_from(["grpo", "ppo"]),
+    reward=st.sampled_from([{"function": "number"}, {"model": "m"}]),
+    data=st.data(),
+)
+def test_wherever_ray_puts_them_all_fit_and_no_two_ranks_of_a_learner_share_a_gpu(
+    ranks: int, engines: int, gpus: int, algorithm: str, reward: dict, data: st.DataObject
+) -> None:
+    config = rl(ranks=ranks, engines=engines, algorithm=algorithm, reward=reward)
+    try:
+        placement = plan_placement(config, cpus=8, gpus=gpus)
+    except ConfigError:
+        return
+    places = place(placement, gpus, data)
+    for kind in ("learner", "critic"):
+        on_gpu = Counter(gpu for name, gpu in places.items() if name.startswith(kind))
+        assert set(on_gpu.values()) <= {1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "gpus", "shares"),
+    [
+        (2, 2, 6, (1.0, 1.0, 1.0)),
+        (2, 4, 4, (0.51, 0.51, 0.44)),
+        (1, 1, 2, (0.51, 0.51, 0.44)),
+        (2, 2, 2, (0.51, 0.25, 0.19)),
+        (1, 1, 1, (0.51, 0.25, 0.19)),
+    ],
+)
+def test_with_a_critic_two_or_three_share_a_gpu_where_there_are_too_few(
+    ranks: int, engines: int, gpus: int, shares: tuple[float, ...]
+) -> None:
+    placement = plan_placement(rl(ranks=ranks, engines=engines, algorithm="ppo"), cpus=8, gpus=gpus)
+    assert tuple(placement.of_role(role)[0].gpus for role in ("learner", "critic", "rollout")) == shares  # type: ignore[arg-type]
+
+
+def test_ranks_for_which_a_critic_has_no_safe_place_are_refused_with_those_that_have() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_placement(rl(ranks=2, engines=1, algorithm="ppo"), cpus=8, gpus=3)
+    assert str(caught.value) == (
+        "training.ranks (2) and rollout.engines (1), with a critic, do not fit on the 3 GPUs of this machine; set "
+        "training.ranks to 3 or to at most 1, and rollout.engines to at most 3"
+    )
+    with pytest.raises(ConfigError, match=r"set training\.ranks to 1, and rollout\.engines to at most 1$"):
+        plan_placement(rl(ranks=1, engines=2, algorithm="ppo"), cpus=8, gpus=1)

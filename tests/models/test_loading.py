@@ -1,4 +1,4 @@
-"""Loading a policy: deterministic in training mode, and clear words for what is missing."""
+"""Loading a policy or a critic: deterministic in training mode, and clear words for what is missing."""
 
 import json
 import time
@@ -9,13 +9,41 @@ import torch
 from slipstream.data import hub
 from slipstream.errors import ModelError
 from slipstream.models.attention import packed_sequences
-from slipstream.models.loading import load_policy
+from slipstream.models.loading import load_policy, load_value_model
 
 
 @pytest.fixture
 def folder(make_model, tmp_path):
     make_model("llama", attention_dropout=0.5).save_pretrained(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def reward_model(make_model, tmp_path):
+    """reward_model(labels): a folder with a classifier made from a language model, and its head."""
+    from transformers import AutoModelForSequenceClassification
+
+    def make(labels: int = 1):
+        make_model("llama").save_pretrained(tmp_path / "base")
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=labels)
+        torch.nn.init.normal_(model.score.weight)
+        model.save_pretrained(tmp_path / "reward")
+        return tmp_path / "reward", model.score.weight.detach()
+
+    return make
+
+
+def load_critic(folder):
+    return load_value_model(str(folder), dtype="float32", key="critic.path")
+
+
+def rewrite(folder, change):
+    """Change the weights in a folder: change(dictionary of tensors)."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_a_loaded_policy_trains_in_the_type_asked_for(folder):
@@ -68,11 +96,7 @@ def test_broken_configuration_and_truncated_weights_are_model_errors(folder):
 
 
 def test_weights_that_lack_a_tensor_are_refused(folder):
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"lacks .*model\.layers\.1\.mlp\.up_proj\.weight"):
         load_policy(str(folder), dtype="float32")
 
@@ -97,3 +121,57 @@ def test_a_hub_name_that_cannot_be_had_fails_at_once_and_points_to_a_local_folde
         load_policy("nobody/no-such-model", dtype="float32")
     assert "'nobody/no-such-model'" in str(caught.value) and "local folder" in str(caught.value)
     assert time.monotonic() - started < 3
+
+
+def test_a_critic_from_a_language_model_gets_a_head_of_zeros_and_trains_without_randomness(folder):
+    model = load_critic(folder)
+    policy = load_policy(str(folder), dtype="float32")
+    assert model.score.weight.shape == (1, 64) and not model.score.weight.any()
+    assert model.training and model.config.attention_dropout == 0 and model.config.num_labels == 1
+    for name, parameter in policy.get_decoder().named_parameters():
+        assert torch.equal(model.get_decoder().get_parameter(name), parameter), name
+
+
+def test_a_critic_from_a_reward_model_keeps_its_head(reward_model):
+    folder, head = reward_model()
+    assert torch.equal(load_critic(folder).score.weight, head)
+
+
+def test_a_classifier_with_several_labels_is_no_critic(reward_model):
+    folder, _ = reward_model(labels=3)
+    with pytest.raises(ModelError, match=r"critic\.path: .* is a classifier with 3 labels; expected a reward model"):
+        load_critic(folder)
+
+
+def test_a_reward_model_that_lost_its_head_gets_no_new_one(reward_model):
+    folder, _ = reward_model()
+    rewrite(folder, lambda weights: weights.pop("score.weight"))
+    with pytest.raises(ModelError, match=r"lacks 1 weights of the model, such as 'score\.weight'"):
+        load_critic(folder)
+
+
+@pytest.mark.parametrize("name", ["score.bias", "v_head.summary.weight"])
+def test_a_head_of_another_form_is_named_and_not_replaced(name, folder):
+    rewrite(folder, lambda weights: weights.update({name: torch.ones(1)}))
+    with pytest.raises(ModelError, match=f"critic.path: .* no head of the form score.weight; found {name}"):
+        load_critic(folder)
+
+
+def test_a_model_that_reads_both_ways_is_no_critic(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"critic\.path"):
+        load_critic(tmp_path)
+
+
+def test_a_critic_whose_attention_is_not_computed_is_refused_at_load(make_model, tmp_path):
+    make_model("gemma2").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="soft-capping"):
+        load_critic(tmp_path)
+
+
+def test_what_is_wrong_with_the_folder_of_a_critic_names_its_key():
+    with pytest.raises(ModelError, match=r"^critic\.path: no folder"):
+        load_critic("./no-such-model")

@@ -26,9 +26,9 @@ def make_inputs(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     return hidden, weight, torch.randint(0, VOCABULARY, (count,), generator=generator)
 
 
-def compute(hidden, weight, targets, *, temperature=1.0, chunk_tokens=1000, transform=identity):
+def compute(hidden, weight, targets, *, temperature=1.0, chunk_tokens=1000, transform=identity, **options):
     return token_log_probs(
-        hidden, weight, targets, transform=transform, temperature=temperature, chunk_tokens=chunk_tokens
+        hidden, weight, targets, transform=transform, temperature=temperature, chunk_tokens=chunk_tokens, **options
     )
 
 
@@ -53,21 +53,44 @@ def test_the_temperature_is_that_of_the_sampled_distribution():
     assert found.item() == pytest.approx(torch.log_softmax(torch.tensor([2.0, 0.0]), 0)[0].item())
 
 
-def test_the_entropy_of_a_uniform_distribution_is_the_log_of_its_size_and_has_no_gradient():
+def test_the_entropy_of_a_uniform_distribution_is_the_log_of_its_size_and_has_no_gradient_unless_asked():
     hidden, weight, targets = make_inputs(3)
     _, entropy = compute(hidden * 0, weight, targets)
     torch.testing.assert_close(entropy, torch.full((3,), VOCABULARY).log())
     assert not entropy.requires_grad
 
 
-def test_a_logit_of_minus_infinity_does_not_spoil_the_entropy():
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 50), st.sampled_from([0.3, 1.0, 2.5]))
+def test_asked_for_the_entropy_has_the_gradient_of_plain_autograd_in_chunks_of_any_size(count, chunk, temperature):
+    hidden, weight, targets = make_inputs(count, seed=count)
+    coefficients = torch.linspace(-1, 1, count)
+    distribution = torch.distributions.Categorical(logits=hidden @ weight.t() / temperature)
+    loss = ((distribution.log_prob(targets) + 0.5 * distribution.entropy()) * coefficients).sum()
+    expected = torch.autograd.grad(loss, (hidden, weight))
+    log_probs, entropy = compute(
+        hidden, weight, targets, temperature=temperature, chunk_tokens=chunk, entropy_gradient=True
+    )
+    found = torch.autograd.grad(((log_probs + 0.5 * entropy) * coefficients).sum(), (hidden, weight))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(compute(hidden, weight, targets, temperature=temperature, chunk_tokens=chunk)[1], entropy)
+
+
+@pytest.mark.parametrize("lowest", [-1e4, -torch.inf])
+def test_a_logit_of_no_probability_spoils_neither_the_entropy_nor_its_gradient(lowest):
     hidden, weight, targets = make_inputs(2)
 
     def without_last(logits):
-        return torch.cat([logits[:, :-1], torch.full_like(logits[:, -1:], -torch.inf)], dim=-1)
+        return torch.cat([logits[:, :-1], torch.full_like(logits[:, -1:], lowest)], dim=-1)
 
-    log_probs, entropy = compute(hidden, weight, targets.clamp_max(VOCABULARY - 2), transform=without_last)
-    assert torch.isfinite(log_probs).all() and torch.isfinite(entropy).all()
+    targets = targets.clamp_max(VOCABULARY - 2)
+    log_probs, entropy = compute(hidden, weight, targets, transform=without_last, entropy_gradient=True)
+    assert torch.isfinite(log_probs).all()
+    expected = torch.distributions.Categorical(logits=hidden @ weight[:-1].t()).entropy()
+    torch.testing.assert_close(entropy, expected)
+    gradient, expected_gradient = (torch.autograd.grad(100 * part.sum(), hidden)[0] for part in (entropy, expected))
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-3)
 
 
 def test_no_tokens_give_empty_results_that_are_still_in_the_graph():
@@ -91,18 +114,20 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_the_whole_matrix_never_exists_forward_or_backward():
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_the_whole_matrix_never_exists_forward_or_backward(entropy_gradient):
     hidden, weight, targets = make_inputs(120)
     with LargestTensor() as largest:
-        log_probs, _ = compute(hidden, weight, targets, chunk_tokens=10)
-        log_probs.sum().backward()
+        log_probs, entropy = compute(hidden, weight, targets, chunk_tokens=10, entropy_gradient=entropy_gradient)
+        (log_probs + entropy).sum().backward()
     assert largest.elements <= max(10 * VOCABULARY, hidden.numel(), weight.numel())
     with LargestTensor() as whole:
         compute(hidden, weight, targets)
     assert whole.elements == 120 * VOCABULARY, "the measurement sees a matrix where there is one"
 
 
-def test_chunks_are_recomputed_rather_than_kept():
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_chunks_are_recomputed_rather_than_kept(entropy_gradient):
     hidden, weight, targets = make_inputs(120)
     kept = 0
 
@@ -112,7 +137,7 @@ def test_chunks_are_recomputed_rather_than_kept():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        compute(hidden, weight, targets, chunk_tokens=10)
+        compute(hidden, weight, targets, chunk_tokens=10, entropy_gradient=entropy_gradient)
     assert kept == 0
 
 

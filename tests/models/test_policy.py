@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.models.attention import PACKED_ATTENTION, packed_sequences
-from slipstream.models.policy import NAME_PREFIX, PolicyModule
+from slipstream.models.policy import PolicyModule
 
 LENGTHS = [4, 4, 9]
 TOKENS = torch.arange(1, 18)
@@ -15,7 +15,8 @@ PREDICTORS = torch.tensor([1, 2, 4, 13, 14, 15])
 
 def run(policy, *, predictors=PREDICTORS, temperature=1.0):
     with packed_sequences(LENGTHS):
-        return policy(TOKENS, POSITIONS, predictors, TOKENS[predictors + 1], temperature)
+        outputs = policy(TOKENS, POSITIONS, predictors, TOKENS[predictors + 1], temperature)
+    return outputs["log_probs"], outputs["entropy"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "granite", "cohere"])
@@ -57,7 +58,7 @@ def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(make_
 @pytest.mark.parametrize("tied", [True, False])
 def test_its_parameters_are_those_of_the_model_under_one_prefix(tied, make_model):
     model = make_model("llama", PACKED_ATTENTION, tie_word_embeddings=tied)
-    names = [name.removeprefix(NAME_PREFIX) for name, _ in PolicyModule(model, chunk_tokens=4).named_parameters()]
+    names = [name.removeprefix("model.") for name, _ in PolicyModule(model, chunk_tokens=4).named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]
 
 
@@ -69,8 +70,8 @@ def test_activation_checkpointing_gives_the_same_gradients(make_model):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         policy = PolicyModule(model, chunk_tokens=4)
         with packed_sequences(LENGTHS):
-            log_probs, _ = policy(TOKENS, POSITIONS, PREDICTORS, TOKENS[PREDICTORS + 1], 1.0)
-            log_probs.sum().backward()
+            outputs = policy(TOKENS, POSITIONS, PREDICTORS, TOKENS[PREDICTORS + 1], 1.0)
+            outputs["log_probs"].sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, msg=name)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from slipstream.config.schema import TrainingConfig
 from slipstream.data.trajectory import TrainingExample
@@ -86,6 +86,21 @@ def make_examples() -> Callable[..., list[TrainingExample]]:
 
 
 @pytest.fixture(scope="session")
+def make_value_examples() -> Callable[..., list[TrainingExample]]:
+    return build_value_examples
+
+
+@pytest.fixture(scope="session")
+def reward_model_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with the decoder of the tiny model and a head with numbers in it."""
+    model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    folder = tmp_path_factory.mktemp("reward-model")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def helpers() -> SimpleNamespace:
     return SimpleNamespace(
         weights=weights,
@@ -109,6 +124,17 @@ def build_examples(lengths: tuple[int, ...] = (5, 9, 9, 14, 3), seed: int = 0) -
         tokens = generator.integers(1, VOCABULARY, length)
         examples.append(TrainingExample(f"e{index}", tokens, np.arange(length) >= 2, fields))
     return examples
+
+
+def build_value_examples(lengths: tuple[int, ...] = (5, 9, 9, 14, 3), seed: int = 0) -> list[TrainingExample]:
+    """The same sequences with what a critic learns from."""
+    generator = np.random.default_rng(seed + 100)
+
+    def fields(example: TrainingExample) -> dict[str, np.ndarray]:
+        returns, old_values = generator.normal(size=(2, len(example.tokens))).astype(np.float32)
+        return {"weight": example.token_fields["weight"], "returns": returns, "old_values": old_values}
+
+    return [replace(example, token_fields=fields(example)) for example in build_examples(lengths, seed)]
 
 
 def weights(learner: LearnerRank) -> dict[str, torch.Tensor]:

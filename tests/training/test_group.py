@@ -43,9 +43,9 @@ class Rank:
         self.micro_batches: list[list[str]] = []
 
     def submit(self, method: str, *arguments: Any) -> dict[str, Any]:
-        batches = arguments[1] if method == "log_probs" else arguments[0]
+        batches = arguments[0]
         self.micro_batches = [[example.example_id for example in batch] for batch in batches]
-        if method == "log_probs":
+        if method in ("log_probs", "values"):
             return {example.example_id: np.zeros(1, np.float32) for batch in batches for example in batch}
         return step()
 
@@ -54,7 +54,7 @@ def examples(count: int) -> list[TrainingExample]:
     return [TrainingExample(str(n), np.arange(n % 5 + 2), np.arange(n % 5 + 2) >= 1) for n in range(count)]
 
 
-@pytest.mark.parametrize("method", ["update", "log_probs"])
+@pytest.mark.parametrize("method", ["update", "log_probs", "values"])
 def test_every_example_goes_to_one_rank_and_all_ranks_get_as_many_micro_batches(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -64,8 +64,10 @@ def test_every_example_goes_to_one_rank_and_all_ranks_get_as_many_micro_batches(
     objective: Any = None
     if method == "update":
         learner.update([examples(7)], objective)
-    else:
+    elif method == "log_probs":
         assert learner.log_probs("policy", examples(7)).keys() == {str(n) for n in range(7)}
+    else:
+        assert learner.values(examples(7)).keys() == {str(n) for n in range(7)}
     given = Counter(name for rank in ranks for batch in rank.micro_batches for name in batch)
     assert given == Counter(str(n) for n in range(7))
     assert len({len(rank.micro_batches) for rank in ranks}) == 1

@@ -27,7 +27,15 @@ def plain_log_probs(model, tokens: np.ndarray, temperature: float) -> torch.Tens
     return torch.log_softmax(logits.float(), -1).gather(-1, row[0, 1:].unsqueeze(-1)).squeeze(-1)
 
 
-def plain_training(folder, steps: Sequence[Sequence[TrainingExample]], training: TrainingConfig) -> dict:
+def plain_entropy(model, tokens: np.ndarray, temperature: float) -> torch.Tensor:
+    """Entropy of the distribution that each of tokens[1:] is drawn from: [L - 1]."""
+    logits = model(input_ids=torch.as_tensor(tokens).unsqueeze(0), use_cache=False).logits[0, :-1] / temperature
+    return torch.distributions.Categorical(logits=logits.float()).entropy()
+
+
+def plain_training(
+    folder, steps: Sequence[Sequence[TrainingExample]], training: TrainingConfig, *, entropy_coefficient: float = 0.0
+) -> dict:
     """Policy-gradient steps on policy in plain PyTorch, one example at a time: what the learner must agree with."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -42,7 +50,8 @@ def plain_training(folder, steps: Sequence[Sequence[TrainingExample]], training:
             weight = torch.as_tensor(example.token_fields["weight"][1:])
             advantages = torch.as_tensor(example.token_fields["advantages"][1:])
             ratio = torch.exp(log_probs - log_probs.detach())
-            (-ratio * advantages * weight)[mask].sum().backward()
+            bonus = entropy_coefficient * plain_entropy(model, example.tokens, temperature=0.6)
+            ((-ratio * advantages - bonus) * weight)[mask].sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -57,6 +66,17 @@ def test_updated_weights_equal_those_of_a_plain_computation(stage, learner, mode
         rank.update([examples[:2], examples[2:]], POLICY)
     expected = plain_training(model_folder, steps, rank._spec.training)
     assert helpers.relative_difference(helpers.weights(rank), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_entropy_bonus_reaches_the_weights_through_chunks(stage, learner, model_folder, make_examples, helpers):
+    rank = learner(model_folder, training={"zero_stage": stage, "logits_chunk_tokens": 4})
+    examples = make_examples()
+    rank.update([examples[:2], examples[2:]], replace(POLICY, entropy_coefficient=0.5))
+    expected = plain_training(model_folder, [examples], rank._spec.training, entropy_coefficient=0.5)
+    assert helpers.relative_difference(helpers.weights(rank), expected) <= 1e-5
+    without = plain_training(model_folder, [examples], rank._spec.training)
+    assert helpers.relative_difference(without, expected) > 1e-3
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -198,14 +218,14 @@ def test_log_probs_come_by_example_and_leave_weights_and_later_steps_alone(
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager")
     for stage in STAGES:
         rank, other = (learner(model_folder, training={"zero_stage": stage}) for _ in range(2))
-        found = rank.log_probs("policy", [examples[:2], [], examples[2:]])
+        found = rank.log_probs([examples[:2], [], examples[2:]], "policy")
         assert found.keys() == {example.example_id for example in examples}
         for example in examples:
             expected = plain_log_probs(model, example.tokens, 0.6).detach().numpy()[example.loss_mask[1:]]
             np.testing.assert_allclose(found[example.example_id], expected, atol=1e-4)
         for one in (rank, other):
             one.update([examples[:2], examples[2:]], POLICY)
-            one.log_probs("policy", [examples])
+            one.log_probs([examples], "policy")
             one.update([examples], POLICY)
         assert helpers.identical(helpers.weights(rank), helpers.weights(other))
 
@@ -213,11 +233,11 @@ def test_log_probs_come_by_example_and_leave_weights_and_later_steps_alone(
 def test_the_reference_keeps_the_first_weights_while_the_policy_moves(learner, model_folder, make_examples):
     rank = learner(model_folder, load_reference=True)
     examples = make_examples()
-    before = rank.log_probs("reference", [examples])
-    for example_id, values in rank.log_probs("policy", [examples]).items():
+    before = rank.log_probs([examples], "reference")
+    for example_id, values in rank.log_probs([examples], "policy").items():
         np.testing.assert_array_equal(values, before[example_id])
     rank.update([examples], POLICY)
-    after, policy = rank.log_probs("reference", [examples]), rank.log_probs("policy", [examples])
+    after, policy = rank.log_probs([examples], "reference"), rank.log_probs([examples], "policy")
     for example_id, values in before.items():
         np.testing.assert_array_equal(after[example_id], values)
     assert any(np.abs(policy[example_id] - before[example_id]).max() > 1e-3 for example_id in before)
@@ -225,7 +245,7 @@ def test_the_reference_keeps_the_first_weights_while_the_policy_moves(learner, m
 
 def test_no_reference_is_loaded_unless_asked_for(learner, model_folder, make_examples):
     with pytest.raises(TrainingError, match="no reference model"):
-        learner(model_folder).log_probs("reference", [make_examples()])
+        learner(model_folder).log_probs([make_examples()], "reference")
 
 
 def test_the_probe_is_at_temperature_one(learner, model_folder):

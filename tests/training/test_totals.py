@@ -1,18 +1,20 @@
 """Sums over micro-batches and ranks: means are over loss tokens, not over micro-batches or ranks."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
-from slipstream.algorithms.objective import ObjectiveOutput
+from slipstream.algorithms.objective import DerivedMetric, ObjectiveOutput
 from slipstream.training.batch import make_micro_batch
 from slipstream.training.totals import StepTotals, nonfinite_examples
 
 
 def count(totals: StepTotals, batch, value: float) -> None:
     values = torch.full((batch.loss_tokens,), value)
-    totals.add(batch, torch.tensor(value), values, ObjectiveOutput(values, {"kl": values, "gap_max": values}))
+    output = ObjectiveOutput(values, {"kl": values, "gap_max": values})
+    totals.add(batch, torch.tensor(value), {"entropy": values}, output)
 
 
 def test_metrics_are_means_over_the_tokens_of_all_ranks_and_maxima(make_examples):
@@ -28,6 +30,24 @@ def test_metrics_are_means_over_the_tokens_of_all_ranks_and_maxima(make_examples
     assert metrics["kl"] == metrics["entropy"] == pytest.approx((-3 + 7 * 1 + 7 * 2) / 15)
     assert metrics["gap_max"] == 2
     assert metrics["loss"] == pytest.approx(-3 + 1 + 2), "the weights have divided the loss already"
+
+
+def variance(value: float, square: float) -> float:
+    return square - value**2
+
+
+def test_a_derived_metric_is_computed_from_means_over_the_tokens_of_all_ranks(make_examples):
+    here, there = StepTotals(), StepTotals()
+    parts = [(here, (3,), -3.0), (here, (7, 4), 1.0), (there, (7, 4), 2.0)]
+    for totals, lengths, value in parts:
+        batch = make_micro_batch(make_examples(lengths), "cpu")
+        values = torch.full((batch.loss_tokens,), value)
+        derived = {"variance": DerivedMetric(variance, {"value": values, "square": values.square()})}
+        totals.add(batch, torch.tensor(0.0), {}, ObjectiveOutput(values, derived=derived))
+    total = StepTotals()
+    total.merge(pickle.loads(pickle.dumps(part)) for part in (here, there, StepTotals()))
+    expected = torch.tensor([-3.0] + [1.0] * 7 + [2.0] * 7).var(correction=0).item()
+    assert total.metrics() == {"loss": 0.0, "tokens": 15.0, "variance": pytest.approx(expected)}
 
 
 def test_a_maximum_of_negative_values_is_negative(make_examples):

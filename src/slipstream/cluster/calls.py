@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def gather(calls: Sequence[PendingCall], *, deadline_s: float) -> list[Any]:
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             names = ", ".join(call.description for call in waiting.values())
-            raise EngineError(f"no answer within {deadline_s:.0f} s from {names}{_log_text(waiting.values())}")
+            raise EngineError(f"no answer within {deadline_s:.0f} s from {names}{log_text(waiting.values())}")
         call = waiting.pop(ready[0])
         results[call.reference] = fetch(call, ready[0])
     return [results[call.reference] for call in calls]
@@ -102,14 +102,14 @@ def fetch(call: PendingCall, reference: Any) -> Any:
         cause = error.cause
         if isinstance(cause, SlipstreamError):
             raise cause from None
-        raise EngineError(f"{call.description} raised {type(cause).__name__}: {cause}{_log_text([call])}") from error
+        raise EngineError(f"{call.description} raised {type(cause).__name__}: {cause}{log_text([call])}") from error
     except RayActorError as error:
         raise EngineError(
             f"{call.engine.name} died during {call.method} (process {call.engine.pid} on node {call.engine.node}): "
-            f"{_cause_of_death(str(error))}{_log_text([call])}"
+            f"{_cause_of_death(str(error))}{log_text([call])}"
         ) from error
     except RayError as error:
-        raise EngineError(f"{call.description} failed: {_cause_of_death(str(error))}{_log_text([call])}") from error
+        raise EngineError(f"{call.description} failed: {_cause_of_death(str(error))}{log_text([call])}") from error
 
 
 def _cause_of_death(text: str) -> str:
@@ -123,10 +123,7 @@ def _cause_of_death(text: str) -> str:
     return next((line for line in lines if "exit type" in line), lines[0])
 
 
-def _log_text(calls: Any) -> str:
-    texts = []
-    for engine in dict.fromkeys(call.engine.name for call in calls):
-        tail = next(call.engine.log_tail() for call in calls if call.engine.name == engine)
-        if tail:
-            texts.append(f"\nlast log lines of {engine}:\n{tail}")
-    return "".join(texts)
+def log_text(calls: Iterable[PendingCall]) -> str:
+    """The end of an error message: the last log lines of the engines of `calls`, each engine once."""
+    tails = {engine.name: engine.log_tail() for engine in {call.engine.name: call.engine for call in calls}.values()}
+    return "".join(f"\nlast log lines of {name}:\n{tail}" for name, tail in tails.items() if tail)

@@ -1,24 +1,40 @@
-"""Loading a causal language model for training: packed attention, no dropout, and words for all that can fail."""
+"""Loading a model for training: packed attention, no dropout, and words for all that can fail.
 
-from collections.abc import Iterator
+A policy is a causal language model, a critic one with a head that gives one number (models/value.py).
+"""
+
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.data.hub import hub_or_cache
 from slipstream.errors import ModelError
 from slipstream.models.attention import PACKED_ATTENTION
 from slipstream.models.log_probs import verify_head
+from slipstream.models.value import VALUE_HEAD, VALUE_HEAD_WEIGHT, verify_value_head
 
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # Configuration keys that make the forward pass of a model in training mode random. Log-probs must not be: the first
 # ratio of new to old would no longer be 1.
 RANDOMNESS_WORDS = ("dropout", "pdrop", "drop_rate", "jitter_noise")
+
+# What heads of reward and classification models are called. One that is there and not of our form would be left out
+# silently, and a new one made.
+HEAD_NAMES = ("score.", "classifier.", "v_head.", "value_head.", "regression_head.")
 
 
 def load_policy(path: str, *, dtype: str, activation_checkpointing: bool = False) -> PreTrainedModel:
@@ -27,17 +43,76 @@ def load_policy(path: str, *, dtype: str, activation_checkpointing: bool = False
     `dtype` is "float32" or "bfloat16". Raises ModelError if the folder, its configuration or its weights are missing,
     the hub cannot be reached, or the model computes log-probs in a way that is not known here.
     """
-    # A progress bar per process, in a log nobody watches, helps nobody.
-    disable_progress_bar()
-    with from_folder_or_hub(path):
-        config = _load_config(path)
-    for section in (config, getattr(config, "text_config", None)):
-        _remove_randomness(section)
+    config = _read_config(path, "model.path")
+    model, report = _load_weights(AutoModelForCausalLM, path, config=config, dtype=dtype, key="model.path")
+    _require_complete(report["missing_keys"], path, "model.path")
+    verify_head(model)
+    return _ready_to_train(model, activation_checkpointing=activation_checkpointing)
+
+
+def load_value_model(
+    path: str, *, dtype: str, key: str, activation_checkpointing: bool = False, needs_head: bool = False
+) -> PreTrainedModel:
+    """A model with one number per token in place of logits: a sequence-classification model with one label.
+
+    From a reward model, whose head it keeps, or from a causal language model, which gets a head of zeros. `key` is the
+    configuration key that `path` stands in. Otherwise as `load_policy`; raises ModelError also for a model with
+    several labels or a head that is not one matrix, and for a language model where `needs_head`.
+    """
+    config = _read_config(path, key)
+    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
+    if is_classifier and config.num_labels != 1:
+        raise ModelError(
+            f"{key}: {path!r} is a classifier with {config.num_labels} labels; expected a reward model (one label) or "
+            f"a causal language model"
+        )
+    if needs_head and not is_classifier:
+        found = ", ".join(config.architectures or ()) or "a model that names no architecture"
+        raise ModelError(
+            f"{key}: {path!r} is {found}, no reward model; expected a sequence-classification model with one label, as "
+            "`slipstream reward-model` exports it"
+        )
+    config.num_labels = 1
+    model, report = _load_weights(_value_class(config, path, key), path, config=config, dtype=dtype, key=key)
+    foreign_heads = sorted(name for name in report["unexpected_keys"] if name.startswith(HEAD_NAMES))
+    head = getattr(model, VALUE_HEAD, None)
+    if foreign_heads or not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        found = foreign_heads[0] if foreign_heads else f"a {type(model).__name__} without it"
+        raise ModelError(f"{key}: {path!r} has no head of the form {VALUE_HEAD}.weight; found {found}")
+    missing = set(report["missing_keys"])
+    if VALUE_HEAD_WEIGHT in missing and not is_classifier:
+        missing.remove(VALUE_HEAD_WEIGHT)
+        # Random values would be noise in the first advantages.
+        torch.nn.init.zeros_(head.weight)
+    _require_complete(missing, path, key)
+    verify_value_head(model)
+    return _ready_to_train(model, activation_checkpointing=activation_checkpointing)
+
+
+def _value_class(config: Any, path: str, key: str) -> Any:
+    """The sequence-classification class of a family; made here, as Transformers makes its own, where it has none.
+
+    An export of the latter kind loads here again, but not with Transformers alone.
+    """
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return AutoModelForSequenceClassification
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{key}: {path!r} is neither a causal language model nor a reward model")
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    base = next(kind for kind in causal.__mro__ if kind.__name__.endswith("PreTrainedModel"))
+    name = causal.__name__.replace("ForCausalLM", "ForSequenceClassification")
+    return type(name, (GenericForSequenceClassification, base), {})
+
+
+def _load_weights(
+    model_class: Any, path: str, *, config: Any, dtype: str, key: str
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model and what Transformers reports of loading it."""
     # Annotated for the type checker, which thinks a model comes alone whatever is asked for.
     loaded: Any
     try:
         with from_folder_or_hub(path):
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = model_class.from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),
@@ -45,20 +120,23 @@ def load_policy(path: str, *, dtype: str, activation_checkpointing: bool = False
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"model.path: cannot load a causal language model from {path!r}: {_first_line(error)}"
-        ) from error
+        raise ModelError(f"{key}: cannot load a model from {path!r}: {_first_line(error)}") from error
     model, report = loaded
-    if report["missing_keys"]:
-        # Transformers would make these up at random and only warn.
-        missing = sorted(report["missing_keys"])
-        raise ModelError(f"model.path: {path!r} lacks {len(missing)} weights of the model, such as {missing[0]!r}")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     model.config.use_cache = False
-    model.eval()
-    verify_head(model)
+    return model.eval(), report
+
+
+def _require_complete(missing_keys: Collection[str], path: str, key: str) -> None:
+    if missing_keys:
+        # Transformers would make these up at random and only warn.
+        missing = sorted(missing_keys)
+        raise ModelError(f"{key}: {path!r} lacks {len(missing)} weights of the model, such as {missing[0]!r}")
+
+
+def _ready_to_train(model: PreTrainedModel, *, activation_checkpointing: bool) -> PreTrainedModel:
     if activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -74,24 +152,33 @@ def from_folder_or_hub(path: str) -> Iterator[None]:
             yield
 
 
-def _load_config(path: str) -> Any:
+def _read_config(path: str, key: str) -> Any:
+    """The configuration of a model without what would make its forward pass random."""
+    # A progress bar per process, in a log nobody watches, helps nobody.
+    disable_progress_bar()
+    with from_folder_or_hub(path):
+        config = _load_config(path, key)
+    for section in (config, getattr(config, "text_config", None)):
+        _remove_randomness(section)
+    return config
+
+
+def _load_config(path: str, key: str) -> Any:
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model.path: folder {path!r} has no config.json; expected a Hugging Face model folder")
+            raise ModelError(f"{key}: folder {path!r} has no config.json; expected a Hugging Face model folder")
         if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILE_PATTERNS):
-            raise ModelError(
-                f"model.path: folder {path!r} has no weights; expected {' or '.join(WEIGHT_FILE_PATTERNS)}"
-            )
+            raise ModelError(f"{key}: folder {path!r} has no weights; expected {' or '.join(WEIGHT_FILE_PATTERNS)}")
     elif folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-        raise ModelError(f"model.path: no folder {path!r}; expected a Hugging Face model folder or a hub name")
+        raise ModelError(f"{key}: no folder {path!r}; expected a Hugging Face model folder or a hub name")
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         if folder.is_dir():
-            raise ModelError(f"model.path: cannot read {path}/config.json: {_first_line(error)}") from error
+            raise ModelError(f"{key}: cannot read {path}/config.json: {_first_line(error)}") from error
         raise ModelError(
-            f"model.path: {path!r} is not a local folder, and the Hugging Face hub did not give a model of that name "
+            f"{key}: {path!r} is not a local folder, and the Hugging Face hub did not give a model of that name "
             f"({_first_line(error)}). Check the name and the connection, or give a local folder"
         ) from error
 

@@ -24,6 +24,9 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 PROBE_TOKENS = 8
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 
+# Any log-prob this low or lower has the probability 0 in floating point.
+NO_PROBABILITY = -1e3
+
 
 def logits_transform(config: Any) -> Transform:
     """What a model does to its logits after the head: soft-capping (Gemma), division (Granite), scaling (Cohere)."""
@@ -52,20 +55,24 @@ def token_log_probs(
     transform: Transform,
     temperature: float,
     chunk_tokens: int,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of the distribution it is taken from, both float32 [N].
 
     hidden [N, H], weight [V, H], targets [N] int64. The distribution is softmax(transform(head(hidden)) /
-    temperature). Gradients flow through the log-probs; the entropy is detached, a metric. N may be 0: the result is
-    then empty but still depends on hidden and weight, with gradient 0.
+    temperature). Gradients flow through the log-probs, and through the entropy if `entropy_gradient`: where it is only
+    a metric, the backward pass then costs nothing for it. N may be 0: the result is then empty but still depends on
+    hidden and weight, with gradient 0.
     """
 
     def compute(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = transform(functional.linear(chunk, weight, bias).float()) / temperature
         log_normalizer = torch.logsumexp(logits, dim=-1)
         log_probs = logits.gather(-1, chunk_targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
-        with torch.no_grad():
-            entropy = torch.special.entr(torch.exp(logits - log_normalizer.unsqueeze(-1))).sum(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            log_distribution = logits - log_normalizer.unsqueeze(-1)
+            # A logit of -inf has probability 0 and must count 0 in value and gradient, which 0 * -inf does not.
+            entropy = -(log_distribution.exp() * log_distribution.clamp_min(NO_PROBABILITY)).sum(-1)
         return log_probs, entropy
 
     chunks = list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))

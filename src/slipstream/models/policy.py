@@ -10,9 +10,6 @@ from transformers import PreTrainedModel
 
 from slipstream.models.log_probs import logits_transform, token_log_probs
 
-# What `PolicyModule` puts before the names of the Hugging Face model's parameters.
-NAME_PREFIX = "model."
-
 
 class LogProbHead(nn.Module):
     """The language-model head, ending in log-probs instead of logits.
@@ -30,7 +27,13 @@ class LogProbHead(nn.Module):
         self._transform = logits_transform(model.config)
 
     def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor, *, temperature: float, chunk_tokens: int
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [N, H], targets [N] -> log-probs [N], entropy [N]."""
         return token_log_probs(
@@ -41,6 +44,7 @@ class LogProbHead(nn.Module):
             transform=self._transform,
             temperature=temperature,
             chunk_tokens=chunk_tokens,
+            entropy_gradient=entropy_gradient,
         )
 
 
@@ -61,14 +65,24 @@ class PolicyModule(nn.Module):
         predictors: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [T], positions [T], predictors [N], targets [N], all int64 -> (log-probs [N], entropy [N]) float32.
+        *,
+        entropy_gradient: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """tokens [T], positions [T], predictors [N], targets [N], all int64 -> `log_probs`, `entropy` [N], float32.
 
         Call it, and with activation checkpointing its backward pass, within `packed_sequences(lengths)`. N may be 0;
-        the result is then empty and still part of the autograd graph, as collective operations need.
+        the result is then empty and still part of the autograd graph, as collective operations need. The entropy has
+        a gradient only if `entropy_gradient`.
         """
         output = self.model.get_decoder()(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), attention_mask=None, use_cache=False
         )
         hidden = output.last_hidden_state[0].index_select(0, predictors)
-        return self.head(hidden, targets, temperature=temperature, chunk_tokens=self._chunk_tokens)
+        log_probs, entropy = self.head(
+            hidden,
+            targets,
+            temperature=temperature,
+            chunk_tokens=self._chunk_tokens,
+            entropy_gradient=entropy_gradient,
+        )
+        return {"log_probs": log_probs, "entropy": entropy}

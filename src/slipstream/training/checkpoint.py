@@ -109,23 +109,20 @@ def _compare(saved: dict[str, Any], current: dict[str, Any], folder: Path) -> No
 def export_model(model: Any, folder: Path, *, state: dict[str, torch.Tensor], model_path: str) -> None:
     """Write a Hugging Face folder that Transformers and vLLM load: weights, configuration, tokenizer files.
 
-    `state` holds the weights by Hugging Face name; the rest comes from `model_path` as it is there. Called on rank 0.
+    `state` holds the weights by Hugging Face name; the rest comes from `model_path` as it is there. A critic that came
+    from a language model becomes a classifier with one label. Called on rank 0.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import AutoConfig
     from transformers.utils import cached_file
 
     with storage_errors(folder, "the exported model"), from_folder_or_hub(model_path):
         folder.mkdir(parents=True, exist_ok=True)
-        generation_config = model.generation_config
-        # Real models ship generation settings that saving refuses; the file is copied instead.
-        model.generation_config = GenerationConfig()
-        try:
+        with _without_generation_settings(model):
             model.save_pretrained(folder, state_dict=state)
-        finally:
-            model.generation_config = generation_config
         # Training runs with dropout and cache switched off; the export has them as the original.
         config = AutoConfig.from_pretrained(model_path)
         config.architectures = [type(model).__name__]
+        config.num_labels = model.config.num_labels
         config.dtype = model.dtype
         config.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
@@ -138,6 +135,22 @@ def export_model(model: Any, folder: Path, *, state: dict[str, torch.Tensor], mo
             )
             if source is not None:
                 shutil.copyfile(source, folder / name)
+
+
+@contextmanager
+def _without_generation_settings(model: Any) -> Iterator[None]:
+    """Real models ship generation settings that saving refuses; the file is copied instead."""
+    from transformers import GenerationConfig
+
+    if not model.can_generate():
+        yield
+        return
+    generation_config = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = generation_config
 
 
 def _random_state_file(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""The learner as the loop sees it: one object, whatever the number of ranks.
+"""A learner as the loop sees it, whatever its role: one object, whatever the number of ranks.
 
 Cuts a batch into micro-batches, gives every rank its share, calls all ranks at once and waits for all with a
 deadline. Every rank gets the same number of micro-batches, so that collectives always meet.
@@ -22,9 +22,18 @@ if TYPE_CHECKING:
 class LearnerGroup:
     """All ranks of the learner. Every method is called by the controller."""
 
-    def __init__(self, ranks: Sequence[RemoteEngine], *, tokens_per_micro_batch: int, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RemoteEngine],
+        *,
+        tokens_per_micro_batch: int,
+        call_timeout_s: float,
+        examples_per_unit: int = 1,
+    ) -> None:
+        """`examples_per_unit`: so many examples, one after the other, always share a micro-batch, in their order."""
         self.ranks = list(ranks)
         self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.examples_per_unit = examples_per_unit
         self.call_timeout_s = call_timeout_s
 
     def update(self, optimizer_steps: Sequence[Sequence[TrainingExample]], objective: Objective) -> dict[str, Any]:
@@ -37,10 +46,15 @@ class LearnerGroup:
 
     def log_probs(self, role: str, examples: Sequence[TrainingExample]) -> dict[str, FloatArray]:
         """Log-probs under the policy or the reference, by example id; one value for each loss token."""
-        merged: dict[str, FloatArray] = {}
-        for part in self._on_shares("log_probs", examples, role):
-            merged |= part
-        return merged
+        return _merge(self._on_shares("log_probs", examples, role))
+
+    def values(self, examples: Sequence[TrainingExample]) -> dict[str, FloatArray]:
+        """What the critic expects before each loss token, by example id."""
+        return _merge(self._on_shares("values", examples))
+
+    def refresh_reference(self) -> None:
+        """Make the policy as it is now the reference."""
+        self._on_all("refresh_reference")
 
     def probe(self, tokens: IntArray) -> FloatArray:
         """Log-probs at temperature 1 of tokens[1:], each given what precedes it."""
@@ -63,24 +77,30 @@ class LearnerGroup:
         self._on_all("load", str(folder))
 
     def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder."""
+        """Write the model as a Hugging Face folder."""
         self._on_all("export", str(folder))
 
-    def _on_shares(self, method: str, examples: Sequence[TrainingExample], argument: Any) -> list[Any]:
+    def _on_shares(self, method: str, examples: Sequence[TrainingExample], *arguments: Any) -> list[Any]:
+        size = self.examples_per_unit
+        units = [examples[start : start + size] for start in range(0, len(examples), size)]
         plan = plan_micro_batches(
-            [len(example.tokens) for example in examples],
+            [sum(len(example.tokens) for example in unit) for unit in units],
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             ranks=len(self.ranks),
         )
         calls = []
         for rank, share in zip(self.ranks, plan, strict=True):
-            micro_batches = [[examples[index] for index in micro_batch] for micro_batch in share]
-            arguments = (argument, micro_batches) if method == "log_probs" else (micro_batches, argument)
-            calls.append(rank.submit(method, *arguments))
+            micro_batches = [[example for index in micro_batch for example in units[index]] for micro_batch in share]
+            calls.append(rank.submit(method, micro_batches, *arguments))
         return gather(calls, deadline_s=self.call_timeout_s)
 
     def _on_all(self, method: str, *arguments: Any) -> list[Any]:
         return gather([rank.submit(method, *arguments) for rank in self.ranks], deadline_s=self.call_timeout_s)
+
+
+def _merge(parts: Sequence[dict[str, FloatArray]]) -> dict[str, FloatArray]:
+    """What the ranks computed for their examples, as one."""
+    return {example_id: values for part in parts for example_id, values in part.items()}
 
 
 def merge_step_metrics(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One rank of the learner: a DeepSpeed engine around the policy, and a reference model where one is needed.
+"""One rank of a learner: a DeepSpeed engine around a policy or a critic, with a reference model where one is needed.
 
 A plain class with synchronous methods; the cluster wraps it in an actor, one per rank. The ranks run in step: each
 method is called on all of them, since almost all take part in collective operations. What is minimized is an
@@ -8,8 +8,8 @@ every rank.
 The loss of an optimizer step is a sum over all its tokens on all ranks, each with a weight that already carries the
 denominator of the whole step. Gradients therefore do not depend on how the step is cut or spread.
 
-Left out: partitioning while loading (each rank holds the whole model for a moment), and a reference model that is
-partitioned too.
+What differs between a policy and a critic is in `roles.py`. Left out: partitioning while loading (each rank holds the
+whole model for a moment), and a reference model that is partitioned too.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import torch
 import torch.distributed as distributed
 
 from slipstream.algorithms.objective import Objective, ObjectiveOutput
-from slipstream.algorithms.schedule import learning_rate_factor
 from slipstream.config.schema import TrainingConfig
 from slipstream.data.trajectory import FloatArray, IntArray, TrainingExample
 from slipstream.errors import TrainingError, WeightSyncError
 from slipstream.models.attention import packed_sequences
 from slipstream.models.hardware import detect_hardware, resolve_dtype
-from slipstream.models.loading import load_policy
-from slipstream.models.policy import NAME_PREFIX, PolicyModule
 from slipstream.training.batch import MicroBatch, make_micro_batch
 from slipstream.training.checkpoint import export_model, load_checkpoint, save_checkpoint
 from slipstream.training.deepspeed_config import deepspeed_config
+from slipstream.training.optimizer import make_optimizer, set_learning_rate, take_step
 from slipstream.training.process_group import import_deepspeed, join_process_group, open_listener
+from slipstream.training.reference import ReferenceModel
+from slipstream.training.roles import ROLES, RoleName
 from slipstream.training.totals import StepTotals, nonfinite_examples
 from slipstream.weights.channel import WeightSender, open_sender
 from slipstream.weights.plan import ChannelAddress, WeightPlan, make_plan
@@ -52,7 +52,8 @@ class LearnerSpec:
     """Everything a rank needs to start; made by the controller from the configuration.
 
     `temperature` is that of sampling: 1 for supervised training. `total_optimizer_steps` is where the learning-rate
-    schedule ends. `timeout_s` bounds the meeting of the ranks and each collective operation.
+    schedule ends. `model_key` is the configuration key that `model_path` comes from, for messages. `timeout_s` bounds
+    the meeting of the ranks and each collective operation.
     """
 
     model_path: str
@@ -64,6 +65,8 @@ class LearnerSpec:
     seed: int
     rank: int
     world_size: int
+    role: RoleName = "policy"
+    model_key: str = "model.path"
     activation_checkpointing: bool = False
     timeout_s: float = 1800.0
 
@@ -73,6 +76,7 @@ class LearnerRank:
 
     def __init__(self, spec: LearnerSpec) -> None:
         self._spec = spec
+        self._role = ROLES[spec.role]
         self._engine: Any = None
         self._optimizer_step = 0
         self._plan: WeightPlan | None = None
@@ -115,17 +119,16 @@ class LearnerRank:
             backend=hardware.collective_backend,
             timeout_s=spec.timeout_s,
         )
-        policy = self._load_policy(activation_checkpointing=spec.activation_checkpointing)
-        self._shapes = {
-            name.removeprefix(NAME_PREFIX): tuple(parameter.shape) for name, parameter in policy.named_parameters()
-        }
+        module = self._load_module(activation_checkpointing=spec.activation_checkpointing)
+        model = module.get_submodule("model")
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._deepspeed = import_deepspeed(self._device)
         self._engine, *_ = self._deepspeed.initialize(
-            model=policy, optimizer=self._make_optimizer(policy), config=config
+            model=module, optimizer=make_optimizer(module, spec.training), config=config
         )
-        self._reference: PolicyModule | None = None
+        self._reference: ReferenceModel | None = None
         if spec.load_reference:
-            self._reference = self._load_policy(activation_checkpointing=False).requires_grad_(False).eval()
+            self._reference = ReferenceModel(lambda: self._load_module(activation_checkpointing=False))
         return {
             "parameters": sum(math.prod(shape) for shape in self._shapes.values()),
             "memory_bytes": _resident_bytes(),
@@ -143,40 +146,37 @@ class LearnerRank:
             self._engine.destroy()
             self._engine = None
 
-    def _load_policy(self, *, activation_checkpointing: bool) -> PolicyModule:
-        model = load_policy(self._spec.model_path, dtype=self._dtype, activation_checkpointing=activation_checkpointing)
-        return PolicyModule(model, chunk_tokens=self._spec.training.logits_chunk_tokens).to(self._device)
-
-    def _make_optimizer(self, policy: PolicyModule) -> torch.optim.Optimizer:
-        """AdamW with weight decay on matrices only: not on biases, nor on the scales of normalisations."""
-        training = self._spec.training
-        parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": training.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        beta_1, beta_2 = training.betas
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=training.learning_rate,
-            betas=(beta_1, beta_2),
-            eps=training.epsilon,
+    def _load_module(self, *, activation_checkpointing: bool) -> torch.nn.Module:
+        spec = self._spec
+        module = self._role.load(
+            spec.model_path,
+            key=spec.model_key,
+            dtype=self._dtype,
+            training=spec.training,
+            activation_checkpointing=activation_checkpointing,
         )
+        return module.to(self._device)
 
     # ------------------------------------------------------------------ the optimizer step
 
     def update(self, micro_batches: MicroBatches, objective: Objective) -> dict[str, Any]:
         """One optimizer step; returns its metrics, the same on all ranks.
 
-        `loss`, `entropy`, the objective's metrics, `tokens` (loss tokens on all ranks), `gradient_norm` (before
-        clipping), `learning_rate`, `skipped`, `seconds`. A step with a non-finite value at a loss token or in a
-        gradient is skipped: weights and optimizer state stay as they are, `skipped` is 1, `gradient_norm` is NaN and
-        `nonfinite_examples` lists the ids of the examples the values came from. It counts for the schedule.
+        `loss`, the metrics of the model (`entropy`) and of the objective, `tokens` (loss tokens on all ranks),
+        `gradient_norm` (before clipping), `learning_rate`, `skipped`, `seconds`. A step with a non-finite value at a
+        loss token or in a gradient is skipped: weights and optimizer state stay as they are, `skipped` is 1,
+        `gradient_norm` is NaN and `nonfinite_examples` lists the ids of the examples the values came from. It counts
+        for the schedule.
         """
         if not micro_batches:
             raise TrainingError("an optimizer step needs at least one micro-batch on every rank, found none")
         started = time.monotonic()
-        learning_rate = self._set_learning_rate()
+        learning_rate = set_learning_rate(
+            self._engine,
+            self._spec.training,
+            step=self._optimizer_step,
+            total_steps=self._spec.total_optimizer_steps,
+        )
         self._engine.train()
         totals = StepTotals()
         for index, examples in enumerate(micro_batches):
@@ -188,7 +188,7 @@ class LearnerRank:
                 # DeepSpeed averages gradients over ranks; the loss is a sum over them.
                 self._engine.backward(loss * self._spec.world_size, scale_wrt_gas=False)
         totals = totals.over_all_ranks()
-        gradient_norm = self._take_step()
+        gradient_norm = take_step(self._engine, self._spec.training.zero_stage)
         self._optimizer_step += 1
         skipped = not math.isfinite(gradient_norm)
         metrics: dict[str, Any] = totals.metrics() | {
@@ -214,95 +214,82 @@ class LearnerRank:
 
     def _accumulate_loss(self, batch: MicroBatch, objective: Objective, totals: StepTotals) -> torch.Tensor:
         """The weighted loss of a micro-batch, a scalar; its metrics are added to `totals`."""
-        log_probs, entropy = self._run_policy(batch, self._spec.temperature)
+        outputs = self._role.run(
+            self._engine,
+            batch,
+            temperature=self._spec.temperature,
+            entropy_gradient=objective.needs_entropy_gradient,
+        )
+        learned = outputs[self._role.output]
         if batch.loss_tokens == 0:
-            return log_probs.sum()
+            return learned.sum()
         if "weight" not in batch.fields:
             raise TrainingError(
                 f"example {batch.example_ids[0]!r} has no token field 'weight', the share of each token"
             )
-        output: ObjectiveOutput = objective(log_probs, entropy, batch.fields, batch.sequence_index)
+        output: ObjectiveOutput = objective(outputs, batch.fields, batch.sequence_index)
         loss = (output.loss * batch.fields["weight"]).sum()
-        totals.add(batch, loss.detach(), entropy, output)
-        offenders = nonfinite_examples(batch, log_probs.detach(), output.loss.detach())
+        model_metrics = {name: values.detach() for name, values in outputs.items() if name != self._role.output}
+        totals.add(batch, loss.detach(), model_metrics, output)
+        offenders = nonfinite_examples(batch, learned.detach(), output.loss.detach())
         if not offenders:
             return loss
         totals.nonfinite_examples += offenders
         # Every gradient of the step becomes NaN on every rank, whatever the bad value alone would have done: that is
-        # how all ranks agree to skip it, in `_take_step`, without a message of their own.
-        return log_probs.sum() * math.nan
-
-    def _run_policy(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        result: tuple[torch.Tensor, torch.Tensor] = self._engine(
-            batch.tokens, batch.positions, batch.predictors, batch.targets, temperature
-        )
-        return result
-
-    def _set_learning_rate(self) -> float:
-        training = self._spec.training
-        factor = learning_rate_factor(
-            self._optimizer_step,
-            schedule=training.schedule,
-            warmup_steps=training.warmup_steps,
-            total_steps=self._spec.total_optimizer_steps,
-            final_share=training.final_learning_rate_share,
-        )
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = training.learning_rate * factor
-        return training.learning_rate * factor
-
-    def _take_step(self) -> float:
-        """Update the weights with the accumulated gradients, or drop these if they are not finite.
-
-        Returns the gradients' global norm before clipping; where it is not finite, nothing was updated.
-        """
-        if self._spec.training.zero_stage > 0:
-            # DeepSpeed looks at the norm itself, on all ranks alike, and drops the gradients of an invalid one. It
-            # then reports infinity.
-            self._engine.step()
-            return float(self._engine.get_global_grad_norm())
-        gradients = [parameter.grad for parameter in self._engine.module.parameters() if parameter.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if math.isfinite(norm):
-            self._engine.step()
-        else:
-            self._engine.zero_grad()
-        return norm
+        # how all ranks agree to skip it, in `take_step`, without a message of their own.
+        return learned.sum() * math.nan
 
     # ------------------------------------------------------------------ forward passes
 
-    def log_probs(self, role: str, micro_batches: MicroBatches) -> dict[str, FloatArray]:
+    def log_probs(self, micro_batches: MicroBatches, role: str) -> dict[str, FloatArray]:
         """Log-probs at the sampling temperature of the loss tokens of this rank's examples, by example id.
 
-        `role` is "policy" or "reference". Raises TrainingError for "reference" if none was loaded.
+        `role` is "policy" or "reference". Raises TrainingError for "reference" if none was loaded, and in a critic.
         """
-        if role == "reference" and self._reference is None:
-            raise TrainingError("this learner has no reference model: algorithm.kl_coefficient is 0")
-        results: dict[str, FloatArray] = {}
-        with self._evaluating():
-            for examples in micro_batches:
-                batch = make_micro_batch(examples, self._device)
-                with packed_sequences(batch.lengths):
-                    values = self._forward(role, batch, self._spec.temperature)
-                sequence_index = batch.sequence_index.cpu().numpy()
-                for index, example_id in enumerate(batch.example_ids):
-                    results[example_id] = values[sequence_index == index]
-        return results
+        module = self._require_reference().module if role == "reference" else self._engine
+        return self._by_example("log_probs", micro_batches, module)
+
+    def values(self, micro_batches: MicroBatches) -> dict[str, FloatArray]:
+        """What the critic expects before each loss token of this rank's examples, by example id.
+
+        Raises TrainingError in a policy.
+        """
+        return self._by_example("values", micro_batches, self._engine)
 
     def probe(self, tokens: IntArray) -> FloatArray:
         """Log-probs of the policy at temperature 1 of tokens[1:], each given what precedes it: [L] -> [L - 1]."""
         example = TrainingExample("probe", np.asarray(tokens, dtype=np.int64), np.arange(len(tokens)) > 0)
         batch = make_micro_batch([example], self._device)
-        with self._evaluating(), packed_sequences(batch.lengths):
-            return self._forward("policy", batch, 1.0)
+        with self._evaluating():
+            return self._forward("log_probs", batch, self._engine, temperature=1.0)
 
-    def _forward(self, role: str, batch: MicroBatch, temperature: float) -> FloatArray:
-        if role == "policy":
-            log_probs, _ = self._run_policy(batch, temperature)
-        else:
-            assert self._reference is not None
-            log_probs, _ = self._reference(batch.tokens, batch.positions, batch.predictors, batch.targets, temperature)
-        values: FloatArray = log_probs.cpu().numpy()
+    def refresh_reference(self) -> None:
+        """Make the policy as it is now the reference. Raises TrainingError if none was loaded."""
+        self._require_reference().refresh(self._each_parameter())
+
+    def _require_reference(self) -> ReferenceModel:
+        if self._reference is None:
+            raise TrainingError("this learner has no reference model: algorithm.kl_coefficient is 0")
+        return self._reference
+
+    def _by_example(self, output: str, micro_batches: MicroBatches, module: torch.nn.Module) -> dict[str, FloatArray]:
+        results: dict[str, FloatArray] = {}
+        with self._evaluating():
+            for examples in micro_batches:
+                batch = make_micro_batch(examples, self._device)
+                values = self._forward(output, batch, module, temperature=self._spec.temperature)
+                sequence_index = batch.sequence_index.cpu().numpy()
+                for index, example_id in enumerate(batch.example_ids):
+                    results[example_id] = values[sequence_index == index]
+        return results
+
+    def _forward(self, output: str, batch: MicroBatch, module: torch.nn.Module, *, temperature: float) -> FloatArray:
+        """One output of the model at the loss tokens of a micro-batch: [N]."""
+        if output != self._role.output:
+            raise TrainingError(f"a {self._spec.role} has no {output}; this learner computes {self._role.output}")
+        with packed_sequences(batch.lengths):
+            outputs = self._role.run(module, batch, temperature=temperature, entropy_gradient=False)
+        values: FloatArray = outputs[output].cpu().numpy()
         return values
 
     @contextmanager
@@ -342,24 +329,36 @@ class LearnerRank:
         with gathered:
             yield {name: parameter.detach() for name, parameter in chosen.items()}
 
+    def _each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters one after the other, each whole until the next one comes. All ranks must go through them."""
+        for name in self._shapes:
+            with self._whole_parameters([name]) as tensors:
+                yield name, tensors[name]
+
     # ------------------------------------------------------------------ disk
 
     def save(self, folder: str) -> None:
         """Write everything that training needs to go on bit for bit. Raises TrainingError if the disk is full."""
         save_checkpoint(self._engine, Path(folder), description=self._describe())
+        if self._reference is not None:
+            self._reference.save(Path(folder))
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote. Raises RunDirectoryError for another model, rank count, stage or type."""
         saved = load_checkpoint(self._engine, Path(folder), description=self._describe())
         self._optimizer_step = saved["optimizer_step"]
+        if self._reference is not None:
+            self._reference.load(Path(folder))
 
     def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder, from rank 0. Raises TrainingError if the disk is full."""
+        """Write a Hugging Face folder, from rank 0: of a policy a causal language model, of a critic a classifier.
+
+        Raises TrainingError if the disk is full.
+        """
         state: dict[str, torch.Tensor] = {}
-        for name in self._shapes:
-            with self._whole_parameters([name]) as tensors:
-                if self._spec.rank == 0:
-                    state[name] = tensors[name].cpu().clone()
+        for name, tensor in self._each_parameter():
+            if self._spec.rank == 0:
+                state[name] = tensor.cpu().clone()
         if self._spec.rank == 0:
             export_model(self._engine.module.model, Path(folder), state=state, model_path=self._spec.model_path)
         distributed.barrier()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,23 +17,33 @@ MAXIMUM_SUFFIX = "_max"
 
 @dataclass
 class StepTotals:
-    """Sums over loss tokens, maxima, and the ids of examples with non-finite values."""
+    """Sums over loss tokens, maxima, and the ids of examples with non-finite values.
+
+    `derived` says how a metric is computed from means over loss tokens, whose sums are in `moments`, both by its name.
+    """
 
     tokens: int = 0
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    derived: dict[str, Callable[..., float]] = field(default_factory=dict)
+    moments: dict[str, dict[str, float]] = field(default_factory=dict)
     nonfinite_examples: list[str] = field(default_factory=list)
 
-    def add(self, batch: MicroBatch, loss: torch.Tensor, entropy: torch.Tensor, output: ObjectiveOutput) -> None:
-        """Count one micro-batch: its weighted loss (a scalar) and its metrics and entropy, each [N]."""
+    def add(
+        self, batch: MicroBatch, loss: torch.Tensor, model_metrics: Mapping[str, torch.Tensor], output: ObjectiveOutput
+    ) -> None:
+        """Count one micro-batch: its weighted loss (a scalar), and the metrics of model and objective, each [N]."""
         self.tokens += batch.loss_tokens
         self.loss += float(loss)
-        for name, values in {"entropy": entropy, **output.metrics}.items():
+        for name, values in {**model_metrics, **output.metrics}.items():
             if name.endswith(MAXIMUM_SUFFIX):
                 self.maxima[name] = max(self.maxima.get(name, -math.inf), float(values.max()))
             else:
                 self.sums[name] = self.sums.get(name, 0.0) + float(values.double().sum())
+        for name, metric in output.derived.items():
+            sums = {moment: float(values.double().sum()) for moment, values in metric.moments.items()}
+            self._add_moments(name, metric.compute, sums)
 
     def merge(self, others: Iterable[StepTotals]) -> None:
         """Take in the totals of other ranks."""
@@ -45,6 +55,14 @@ class StepTotals:
                 self.sums[name] = self.sums.get(name, 0.0) + value
             for name, value in other.maxima.items():
                 self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+            for name, compute in other.derived.items():
+                self._add_moments(name, compute, other.moments[name])
+
+    def _add_moments(self, name: str, compute: Callable[..., float], sums: dict[str, float]) -> None:
+        self.derived[name] = compute
+        so_far = self.moments.setdefault(name, dict.fromkeys(sums, 0.0))
+        for moment, value in sums.items():
+            so_far[moment] += value
 
     def over_all_ranks(self) -> StepTotals:
         """The totals of all ranks together, the same on every rank. All ranks must call it."""
@@ -55,14 +73,21 @@ class StepTotals:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Loss (already divided by its weights), token count, means over loss tokens, and maxima."""
-        means = {name: value / max(self.tokens, 1) for name, value in self.sums.items()}
-        return {"loss": self.loss, "tokens": float(self.tokens), **means, **self.maxima}
+        """Loss (already divided by its weights), token count, means over loss tokens, derived metrics and maxima."""
+        means = self._means(self.sums)
+        derived = {name: compute(**self._means(self.moments[name])) for name, compute in self.derived.items()}
+        return {"loss": self.loss, "tokens": float(self.tokens), **means, **derived, **self.maxima}
+
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        return {name: value / max(self.tokens, 1) for name, value in sums.items()}
 
 
-def nonfinite_examples(batch: MicroBatch, log_probs: torch.Tensor, loss: torch.Tensor) -> list[str]:
-    """Ids of the examples of which a field, a log-prob or the loss is NaN or infinite at a loss token. All [N]."""
-    finite = torch.isfinite(log_probs) & torch.isfinite(loss)
+def nonfinite_examples(batch: MicroBatch, learned: torch.Tensor, loss: torch.Tensor) -> list[str]:
+    """Ids of the examples with a NaN or an infinity at a loss token. All [N].
+
+    In a field, in the loss, or in the output that is learned by: log-probs or values.
+    """
+    finite = torch.isfinite(learned) & torch.isfinite(loss)
     for values in batch.fields.values():
         finite &= torch.isfinite(values)
     if bool(finite.all()):
