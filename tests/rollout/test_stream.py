@@ -1,146 +1,16 @@
-"""The stream of scored groups: order, replacement, limits, staleness. Engines are stand-ins that finish as told."""
+"""The stream of scored groups: order, replacement, limits, staleness, greedy baselines. Engines are stand-ins."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
-from slipstream.cluster.calls import PendingCall
-from slipstream.data.cursor import PromptCursor
-from slipstream.data.trajectory import Prompt, Sample
 from slipstream.errors import EngineError, RewardError
-from slipstream.observe.ledger import Ledger
-from slipstream.rewards.child import RewardResult
-from slipstream.rollout import stream as stream_module
-from slipstream.rollout.admission import Admission
-from slipstream.rollout.messages import GroupRequest, GroupResult, SamplingParameters
-from slipstream.rollout.stream import Generators, GroupStream, RolloutStream
+from slipstream.rollout.stream import RolloutStream
 
-SAMPLING = SamplingParameters(temperature=1.0, max_response_tokens=4)
+Worlds = Callable[..., Any]
 SAMPLES = 2
-
-
-class Reference:
-    """Stands for an object reference: holds its value already."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class StreamReference:
-    """Stands for the reference of a call that yields; groups finish in random order."""
-
-    def __init__(self, values: Sequence[Any], chance: random.Random) -> None:
-        self.values = list(values)
-        chance.shuffle(self.values)
-
-    def __next__(self) -> Reference:
-        if not self.values:
-            raise StopIteration
-        return Reference(self.values.pop())
-
-
-class RolloutStandIn:
-    """Answers every request at once, with samples that carry the version it has now."""
-
-    def __init__(self, index: int, world: "World") -> None:
-        self.name = f"rollout engine {index}"
-        self.world = world
-        self.requests: list[GroupRequest] = []
-
-    def stream(self, method: str, requests: list[GroupRequest], sampling: SamplingParameters) -> PendingCall:
-        assert (method, sampling) == ("generate", SAMPLING)
-        self.requests += requests
-        results = [GroupResult(request.group_id, self._samples(request), seconds=0.1) for request in requests]
-        return PendingCall(self, method, StreamReference(results, self.world.chance))  # type: ignore[arg-type]
-
-    def _samples(self, request: GroupRequest) -> list[Sample]:
-        versions = np.full(2, self.world.version, np.int64)
-        arrays = (np.array([40, 41]), np.zeros(2, np.float32), versions)
-        return [Sample(*arrays, finish_reason="stop", seconds=0.1) for _ in range(request.samples)]
-
-
-class RewardStandIn:
-    """Gives every trajectory of a group that is not listed under `failing` the reward 1."""
-
-    name = "reward engine"
-
-    def __init__(self) -> None:
-        self.failing: Callable[[str], bool] = lambda group_id: False
-
-    def submit(self, method: str, trajectories: list[Any]) -> PendingCall:
-        assert method == "score"
-        failure = "raised: ValueError: no" if self.failing(trajectories[0].group_id) else None
-        results = [RewardResult(1.0, {"part": 1.0}, None, 0.01) for _ in trajectories]
-        if failure is not None:
-            results[-1] = RewardResult(None, {}, failure, 0.01)
-        return PendingCall(self, method, Reference(results))  # type: ignore[arg-type]
-
-
-class World:
-    """Engines, ledger and loop of a small run."""
-
-    def __init__(self, folder: Path, tokenizer: Any, *, engines: int, seed: int = 0) -> None:
-        self.chance = random.Random(seed)
-        self.version = 0
-        self.engines = [RolloutStandIn(index, self) for index in range(engines)]
-        self.reward = RewardStandIn()
-        self.ledger = Ledger(folder / "ledger.jsonl")
-        self.spans: list[tuple[str, str]] = []
-        timeline: Any = type("Timeline", (), {"add": lambda _, lane, name, **times: self.spans.append((lane, name))})()
-        self.generators = Generators(
-            engines=self.engines,  # type: ignore[arg-type]
-            reward_engine=self.reward,  # type: ignore[arg-type]
-            tokenizer=tokenizer,
-            timeline=timeline,
-            seed=7,
-            call_timeout_s=3.0,
-        )
-
-    def rollouts(self, *, groups_per_step: int = 4, max_staleness: int = 0, on_failure: str = "retry") -> RolloutStream:
-        prompts = [
-            Prompt(row=row, tokens=np.array([row + 1]), text=f"prompt {row}", label=None, fields={})
-            for row in range(10)
-        ]
-        return RolloutStream(
-            GroupStream(self.generators, SAMPLING, samples_per_prompt=SAMPLES, purpose="training"),
-            PromptCursor(prompts, seed=0, shuffle=True),
-            publisher=self,  # type: ignore[arg-type]
-            ledger=self.ledger,
-            admission=Admission(groups_per_step, max_staleness),
-            on_failure=on_failure,
-        )
-
-    def publish(self, version: int) -> None:
-        self.version = version
-
-
-@pytest.fixture
-def arrivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[random.Random]:
-    """Whatever is waited for is there; which of several comes first is random."""
-    import ray
-
-    chance = random.Random(0)
-
-    def wait(references: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        return [chance.choice(references)], []
-
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(stream_module, "fetch", lambda call, reference: reference.value)
-    yield chance
-
-
-@pytest.fixture
-def make_world(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., World]:
-    def make(*, engines: int = 2, seed: int = 0) -> World:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        return World(folder, tiny_tokenizer, engines=engines, seed=seed)
-
-    return make
 
 
 def ids(groups: Sequence[Any]) -> list[str]:
@@ -149,7 +19,7 @@ def ids(groups: Sequence[Any]) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_come_in_the_order_in_which_they_were_issued(
-    make_world: Callable[..., World], arrivals: random.Random, seed: int
+    make_world: Worlds, arrivals: random.Random, seed: int
 ) -> None:
     arrivals.seed(seed)
     rollouts = make_world(seed=seed).rollouts(groups_per_step=6)
@@ -158,9 +28,7 @@ def test_groups_come_in_the_order_in_which_they_were_issued(
     assert ids(rollouts.take(6)) == ["0-6", "0-7", "0-8", "0-9", "1-0", "1-1"]
 
 
-def test_a_group_is_generated_whole_by_one_engine_in_turn(
-    make_world: Callable[..., World], arrivals: random.Random
-) -> None:
+def test_a_group_is_generated_whole_by_one_engine_in_turn(make_world: Worlds, arrivals: random.Random) -> None:
     world = make_world(engines=3)
     groups = world.rollouts(groups_per_step=4).take(4)
     assert [[request.group_id for request in engine.requests] for engine in world.engines] == [
@@ -170,9 +38,7 @@ def test_a_group_is_generated_whole_by_one_engine_in_turn(
     assert all(len(group.trajectories) == SAMPLES for group in groups)
 
 
-def test_the_seed_of_a_group_does_not_depend_on_its_engine(
-    make_world: Callable[..., World], arrivals: random.Random
-) -> None:
+def test_the_seed_of_a_group_does_not_depend_on_its_engine(make_world: Worlds, arrivals: random.Random) -> None:
     seeds = []
     for engines in (1, 3):
         world = make_world(engines=engines)
@@ -182,9 +48,7 @@ def test_the_seed_of_a_group_does_not_depend_on_its_engine(
     assert len(set(seeds[0].values())) == 4
 
 
-def test_rewards_and_their_parts_arrive_with_their_trajectories(
-    make_world: Callable[..., World], arrivals: random.Random
-) -> None:
+def test_rewards_and_their_parts_arrive_with_their_trajectories(make_world: Worlds, arrivals: random.Random) -> None:
     world = make_world()
     for group in world.rollouts().take(4):
         assert [trajectory.reward for trajectory in group.trajectories] == [1.0] * SAMPLES
@@ -194,17 +58,15 @@ def test_rewards_and_their_parts_arrive_with_their_trajectories(
     assert {lane for lane, name in world.spans if name == "generate"} == {"rollout engine 0", "rollout engine 1"}
 
 
-def test_a_synchronous_step_leaves_nothing_in_flight(make_world: Callable[..., World], arrivals: random.Random) -> None:
+def test_a_synchronous_step_leaves_nothing_in_flight(make_world: Worlds, arrivals: random.Random) -> None:
     rollouts = make_world().rollouts()
     rollouts.take(4)
     assert rollouts.stream.is_empty
-    assert rollouts.state()["issued"] == 4
+    assert rollouts.state()["issued"] == rollouts.last_take.issued == 4
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_staleness_stays_within_its_bound(
-    make_world: Callable[..., World], arrivals: random.Random, bound: int
-) -> None:
+def test_staleness_stays_within_its_bound(make_world: Worlds, arrivals: random.Random, bound: int) -> None:
     world = make_world()
     rollouts = world.rollouts(max_staleness=bound)
     world.reward.failing = lambda group_id: group_id.endswith("3")
@@ -218,7 +80,7 @@ def test_staleness_stays_within_its_bound(
 
 
 def test_a_failed_group_is_replaced_and_its_reason_is_in_the_ledger(
-    make_world: Callable[..., World], arrivals: random.Random
+    make_world: Worlds, arrivals: random.Random
 ) -> None:
     world = make_world()
     world.reward.failing = lambda group_id: group_id == "0-2"
@@ -233,7 +95,7 @@ def test_a_failed_group_is_replaced_and_its_reason_is_in_the_ledger(
 
 
 def test_a_group_in_which_one_answer_could_not_be_scored_is_not_trained_on(
-    make_world: Callable[..., World], arrivals: random.Random
+    make_world: Worlds, arrivals: random.Random
 ) -> None:
     world = make_world()
     world.reward.failing = lambda group_id: group_id in ("0-0", "0-1")
@@ -241,18 +103,14 @@ def test_a_group_in_which_one_answer_could_not_be_scored_is_not_trained_on(
     assert all(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
 
 
-def test_under_the_policy_stop_the_first_failure_ends_the_run(
-    make_world: Callable[..., World], arrivals: random.Random
-) -> None:
+def test_under_the_policy_stop_the_first_failure_ends_the_run(make_world: Worlds, arrivals: random.Random) -> None:
     world = make_world()
     world.reward.failing = lambda group_id: group_id == "0-1"
     with pytest.raises(RewardError, match=r"0-1/1: raised: ValueError: no .*reward\.on_failure"):
         world.rollouts(on_failure="stop").take(4)
 
 
-def test_more_failures_than_a_step_has_groups_end_the_run(
-    make_world: Callable[..., World], arrivals: random.Random
-) -> None:
+def test_more_failures_than_a_step_has_groups_end_the_run(make_world: Worlds, arrivals: random.Random) -> None:
     world = make_world()
     world.reward.failing = lambda group_id: True
     with pytest.raises(RewardError, match=r"failed for 5 groups within one step.*no"):
@@ -260,7 +118,7 @@ def test_more_failures_than_a_step_has_groups_end_the_run(
     assert world.ledger.balance().failed == {"raised: ValueError: no": 5}
 
 
-def test_failures_are_counted_anew_in_each_step(make_world: Callable[..., World], arrivals: random.Random) -> None:
+def test_failures_are_counted_anew_in_each_step(make_world: Worlds, arrivals: random.Random) -> None:
     world = make_world()
     world.reward.failing = lambda group_id: int(group_id.split("-")[1]) % 2 == 0
     rollouts = world.rollouts()
@@ -270,19 +128,21 @@ def test_failures_are_counted_anew_in_each_step(make_world: Callable[..., World]
 
 
 def test_silence_past_the_deadline_names_whom_was_waited_for(
-    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    make_world: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
     monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: ([], references))
-    with pytest.raises(EngineError, match="within 3 s from rollout engine 0: generate, rollout engine 1: generate"):
-        make_world().rollouts().take(4)
+    expected = (
+        r"within 3 s from rollout engine 0: generate \(0-0, 0-2, 0-4, 0-6, 0-8 and 2 more\), rollout engine 1: "
+        r"generate \(.*raise cluster.call_timeout_s\nlast log lines of rollout engine 0:\na line of rollout engine 0"
+    )
+    with pytest.raises(EngineError, match=expected):
+        make_world().rollouts(groups_per_step=14).take(14)
 
 
-def test_a_restored_stream_goes_on_where_the_state_was_taken(
-    make_world: Callable[..., World], arrivals: random.Random
-) -> None:
-    def step(rollouts: RolloutStream, world: World) -> list[Any]:
+def test_a_restored_stream_goes_on_where_the_state_was_taken(make_world: Worlds, arrivals: random.Random) -> None:
+    def step(rollouts: RolloutStream, world: Any) -> list[Any]:
         taken = rollouts.take(5)
         rollouts.publish()
         return [(group.group_id, group.prompt.row, world.version) for group in taken]
@@ -303,3 +163,58 @@ def test_a_restored_stream_goes_on_where_the_state_was_taken(
     for engine, whole in zip(later_world.engines, by_engine, strict=True):
         mine = [request.group_id for request in engine.requests]
         assert whole[-len(mine) :] == mine, "each group goes to the engine it would have gone to"
+
+
+def test_without_the_flag_a_group_has_no_baseline(make_world: Worlds, arrivals: random.Random) -> None:
+    world = make_world()
+    assert all(group.baseline is None for group in world.rollouts().take(4))
+    assert {kind for engine in world.engines for kind, _ in engine.calls} == {"sampled"}
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_the_greedy_baseline_is_scored_and_is_none_of_the_samples(
+    make_world: Worlds, arrivals: random.Random, engines: int
+) -> None:
+    world = make_world(engines=engines)
+    world.reward.reward_of = lambda trajectory: 10.0 * trajectory.sample_index
+    groups = world.rollouts(greedy_baseline=True).take(4)
+    assert ids(groups) == ["0-0", "0-1", "0-2", "0-3"]
+    for group in groups:
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1]
+        assert [trajectory.reward for trajectory in group.trajectories] == [0.0, 10.0]
+        assert group.baseline.trajectory_id == f"{group.group_id}/baseline"
+        assert (group.baseline.reward, group.baseline.reward_parts) == (-10.0, {"part": 1.0})
+        assert group.baseline.tokens.tolist() == [*group.prompt.tokens, 40, 42], "the greedy answer"
+        assert all(t.tokens.tolist() == [*group.prompt.tokens, 40, 41] for t in group.trajectories)
+
+
+def test_an_engine_gives_its_baselines_first_and_has_one_call_at_a_time(
+    make_world: Worlds, arrivals: random.Random
+) -> None:
+    world = make_world()
+    rollouts = world.rollouts(greedy_baseline=True)
+    for _ in range(3):
+        rollouts.take(4)
+        rollouts.publish()
+    for engine in world.engines:
+        assert [kind for kind, _ in engine.calls] == ["greedy", "sampled"] * 3
+        for (_, greedy), (_, sampled) in zip(engine.calls[::2], engine.calls[1::2], strict=True):
+            assert [request.group_id for request in greedy] == [request.group_id for request in sampled]
+            assert {request.samples for request in greedy} == {1}
+        assert engine.most_calls_at_a_time == 1
+
+
+def test_a_group_whose_baseline_could_not_be_scored_has_failed(make_world: Worlds, arrivals: random.Random) -> None:
+    world = make_world()
+    world.reward.failing = lambda group_id: group_id == "0-1"
+    rollouts = world.rollouts(greedy_baseline=True)
+    groups = rollouts.take(4)
+    assert ids(groups) == ["0-0", "0-2", "0-3", "0-4"]
+    assert all(group.baseline.reward == 1.0 for group in groups)
+    assert world.ledger.balance().failed == {"raised: ValueError: no": 1}
+    assert rollouts.last_take.failed == 1
+
+    world = make_world()
+    world.reward.failing = lambda group_id: group_id == "0-1"
+    with pytest.raises(RewardError, match="0-1/baseline: raised: ValueError: no"):
+        world.rollouts(greedy_baseline=True, on_failure="stop").take(4)

@@ -47,8 +47,8 @@ NOT_SEPARABLE = "assistant text not separable in the rendered conversation"
 Masked = tuple[list[int], list[bool]]
 
 
-class _RowDroppedError(Exception):
-    """This row cannot be an example, for the reason in the message."""
+class RowDroppedError(Exception):
+    """This row cannot be used, for the reason in the message."""
 
 
 def build_sft_examples(
@@ -79,10 +79,10 @@ def build_sft_examples(
         try:
             tokens, mask = _masked_row(number, row, config, tokenizer, exclude=exclude)
             if mask.index(True) > config.max_prompt_tokens:
-                raise _RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
+                raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
             if len(tokens) > max_tokens:
-                raise _RowDroppedError(f"{TOO_LONG} ({max_tokens})")
-        except _RowDroppedError as dropped:
+                raise RowDroppedError(f"{TOO_LONG} ({max_tokens})")
+        except RowDroppedError as dropped:
             report.drop(number, str(dropped))
             continue
         examples.append(TrainingExample(str(number), np.asarray(tokens, dtype=np.int64), np.asarray(mask, dtype=bool)))
@@ -110,28 +110,44 @@ def _masked_row(
     *,
     exclude: Collection[str],
 ) -> Masked:
-    """Tokens and loss mask of one row, at least one entry of it True. Raises _RowDroppedError with the reason."""
-    prompt, response = row.get(config.prompt_key), row.get(str(config.response_key))
+    """Tokens and loss mask of one row, at least one entry of it True. Raises RowDroppedError with the reason."""
+    require_usable_prompt(number, row, config, exclude)
+    if config.response_key == config.prompt_key:
+        messages = checked_messages(number, row[config.prompt_key], config.prompt_key)
+        return _masked_messages(number, with_system_prompt(number, messages, config), tokenizer)
+    return masked_answer(number, row, str(config.response_key), config=config, tokenizer=tokenizer)
+
+
+def require_usable_prompt(number: int, row: Row, config: DataConfig, exclude: Collection[str]) -> None:
+    """Raise RowDroppedError for a prompt that is empty or held out, DataError for one that is none."""
+    prompt = row.get(config.prompt_key)
     if is_blank(prompt):
-        raise _RowDroppedError(EMPTY)
+        raise RowDroppedError(EMPTY)
     if not isinstance(prompt, str):
         checked_messages(number, prompt, config.prompt_key)
     identity = prompt_identity(row, config.prompt_key)
     if not identity:
-        raise _RowDroppedError(EMPTY)
+        raise RowDroppedError(EMPTY)
     if identity in exclude:
-        raise _RowDroppedError(IN_EVALUATION)
-    if config.response_key == config.prompt_key:
-        messages = checked_messages(number, prompt, config.prompt_key)
-        return _masked_messages(number, with_system_prompt(number, messages, config), tokenizer)
-    if is_blank(response):
-        raise _RowDroppedError(NO_RESPONSE)
-    if not isinstance(response, str):
-        raise DataError(f"row {number}: expected text in {config.response_key!r}, found {type(response).__name__}")
+        raise RowDroppedError(IN_EVALUATION)
+
+
+def masked_answer(
+    number: int, row: Row, column: str, *, config: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> Masked:
+    """The row's prompt with the answer in `column`, up to the token that ends it, and where that answer is.
+
+    Raises RowDroppedError with the reason, DataError for an answer that is not text.
+    """
+    answer = row.get(column)
+    if is_blank(answer):
+        raise RowDroppedError(NO_RESPONSE)
+    if not isinstance(answer, str):
+        raise DataError(f"row {number}: expected text in {column!r}, found {type(answer).__name__}")
     if not config.apply_chat_template:
-        return _masked_text(number, row, response, config, tokenizer)
-    # Only the given response is learned: assistant turns inside the prompt are context.
-    messages = [*prompt_messages(number, row, config), {"role": "assistant", "content": response}]
+        return _masked_text(number, row, answer, config, tokenizer)
+    # Only the given answer is learned: assistant turns inside the prompt are context.
+    messages = [*prompt_messages(number, row, config), {"role": "assistant", "content": answer}]
     return _masked_messages(number, messages, tokenizer, only_last=True)
 
 
@@ -152,7 +168,7 @@ def _masked_messages(
     """Tokens and mask of a conversation, from its final render. The sequence ends where its last turn ends."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or all(_is_silent(messages[turn]) for turn in turns):
-        raise _RowDroppedError(NO_RESPONSE)
+        raise RowDroppedError(NO_RESPONSE)
     messages = messages[: turns[-1] + 1]
     text = render_messages(number, messages, tokenizer, add_generation_prompt=False)
     starts = _assistant_starts(number, messages, turns, text=text, tokenizer=tokenizer)
@@ -165,7 +181,7 @@ def _masked_messages(
     end_of_turn = next((token for token in tokens[begins[-1] :] if token in enders), None)
     if end_of_turn is None:
         if len(turns) > 1:  # nothing in the render says where the earlier turns end
-            raise _RowDroppedError(NOT_SEPARABLE)
+            raise RowDroppedError(NOT_SEPARABLE)
         tokens = list(tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"])
         tokens.append(int(tokenizer.eos_token_id))
     mask = [False] * len(tokens)
@@ -175,10 +191,10 @@ def _masked_messages(
         span = tokens[begin : last + 1]
         # An earlier turn closed by another token than the last one was not closed: what follows opens the next turn.
         if begin < max(end, 1) or span[-1] not in (end_of_turn, tokenizer.eos_token_id):
-            raise _RowDroppedError(NOT_SEPARABLE)
+            raise RowDroppedError(NOT_SEPARABLE)
         spelled = str(tokenizer.decode(span, clean_up_tokenization_spaces=False))
         if _visible_text(messages[turn]) not in unicodedata.normalize("NFC", spelled):
-            raise _RowDroppedError(NOT_SEPARABLE)
+            raise RowDroppedError(NOT_SEPARABLE)
         end = last + 1
         mask[begin:end] = [True] * len(span)
     return tokens[:end], mask[:end]
@@ -214,7 +230,7 @@ def _assistant_starts(
         ]
         starts = [len(prefix) for prefix in prefixes if prefix and text.startswith(prefix)]
     if len(starts) != len(turns):
-        raise _RowDroppedError(NOT_SEPARABLE)
+        raise RowDroppedError(NOT_SEPARABLE)
     return starts
 
 
@@ -223,7 +239,7 @@ def _token_boundary(prefix: str, tokens: list[int], tokenizer: "PreTrainedTokeni
     would be tokenized differently alone: a token then straddles the boundary, and a rollout's prompt has others."""
     prefix_tokens = list(tokenizer(prefix, add_special_tokens=False)["input_ids"])
     if tokens[: len(prefix_tokens)] != prefix_tokens:
-        raise _RowDroppedError(NOT_SEPARABLE)
+        raise RowDroppedError(NOT_SEPARABLE)
     return len(prefix_tokens)
 
 

@@ -24,6 +24,8 @@ Row = dict[str, Any]
 
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM_PREFIX = "reasoning_gym:"
+LEARNED_COLUMNS = ("response_key", "chosen_key", "rejected_key")
+"""Keys that name a column with an answer."""
 LONGEST_CSV_CELL = 1 << 30
 
 
@@ -58,13 +60,11 @@ def load_rows(config: DataConfig) -> list[Row]:
 
 
 def check_columns(rows: list[Row], config: DataConfig) -> None:
-    """Raise DataError if a configured column is in no row. A label is not needed where responses are imitated."""
+    """Raise DataError if a configured column is in no row. A label is not needed where answers are learned from."""
     found = sorted({column for row in rows for column in row})
     wanted: list[tuple[str, str | None, str]] = [("prompt_key", config.prompt_key, "")]
-    if config.response_key is None:
-        wanted.append(("label_key", config.label_key, ", or null if rows have no reference answer"))
-    else:
-        wanted.append(("response_key", config.response_key, ""))
+    learned = [(key, getattr(config, key), "") for key in LEARNED_COLUMNS if getattr(config, key) is not None]
+    wanted += learned or [("label_key", config.label_key, ", or null if rows have no reference answer")]
     for key, column, alternative in wanted:
         if column is None or column in found:
             continue

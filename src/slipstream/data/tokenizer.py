@@ -62,6 +62,26 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def require_same_tokens(path: str, policy_path: str, *, key: str) -> None:
+    """Raise ModelError unless the tokenizer of `path` knows every token of the policy's, under the same id.
+
+    For a model that is given the policy's tokens as they are. `key` is the configuration key of `path`.
+    """
+    try:
+        theirs = load_tokenizer(path).get_vocab()
+    except ModelError as error:
+        # It does not know which key its path stands in.
+        raise ModelError(str(error).replace("model.path:", f"{key}:", 1)) from None
+    ours = load_tokenizer(policy_path).get_vocab()
+    differing = [token for token, number in ours.items() if theirs.get(token) != number]
+    if differing:
+        raise ModelError(
+            f"{key}: the tokenizer of {path!r} has other tokens than that of model.path {policy_path!r} "
+            f"({len(differing)} of {len(ours)} differ, such as {min(differing)!r}): it would read another text; use a "
+            "model of the same family"
+        )
+
+
 def end_token_ids(path: str, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """Every token that ends a response: the tokenizer's EOS first, then those of the model's own configuration.
 

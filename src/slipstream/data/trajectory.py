@@ -16,6 +16,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length", "environment", "aborted"]
 
+BASELINE_INDEX = -1
+"""The sample index of a group's greedy baseline, which is none of its samples."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -83,7 +86,8 @@ class Trajectory:
     @property
     def trajectory_id(self) -> str:
         """Unique within a run."""
-        return f"{self.group_id}/{self.sample_index}"
+        member = "baseline" if self.sample_index == BASELINE_INDEX else self.sample_index
+        return f"{self.group_id}/{member}"
 
     @property
     def response_length(self) -> int:
@@ -93,12 +97,16 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The scored trajectories of one prompt occurrence, and the failures of those that could not be scored."""
+    """The scored trajectories of one prompt occurrence, and the failures of those that could not be scored.
+
+    `baseline` is the greedy answer to the same prompt, where the run asks for one: scored, never trained on.
+    """
 
     group_id: str
     prompt: Prompt
     trajectories: list[Trajectory]
     failures: list[str] = field(default_factory=list)
+    baseline: Trajectory | None = None
 
 
 @dataclass(frozen=True)
