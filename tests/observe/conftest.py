@@ -5,6 +5,7 @@ import random
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,13 +36,38 @@ training: {{learning_rate: 0.001, zero_stage: 2, ranks: 1}}
 """
 
 
-def evaluation(step: int, accuracy: float, *, response: str = "111") -> Evaluation:
-    """An evaluation with two samples."""
+def evaluation(step: int, accuracy: float, *, response: str = "111", **changes: Any) -> Evaluation:
+    """An evaluation with two samples; `changes` are fields of their own."""
     samples = [
         EvaluationSample(prompt="What is 48 + 63?", label="111", response=response, reward=float(response == "111")),
         EvaluationSample(prompt="What is 90 - 15?", label="75", response="75", reward=1.0),
     ]
-    return Evaluation(step, step, accuracy, min(1.0, accuracy + 0.15), 256, 3.2, 0.01, samples)
+    settings: dict[str, Any] = {
+        "step": step,
+        "policy_version": step,
+        "dataset": "held-out",
+        "prompts": 256,
+        "samples_per_prompt": 2,
+        "sampled_accuracy": accuracy,
+        "greedy_accuracy": min(1.0, accuracy + 0.15),
+        "pass_at_k": {"pass@1": accuracy, "pass@2": min(1.0, accuracy + 0.3)},
+        "mean_reward": accuracy - 0.01,
+        "mean_length": 3.2,
+        "max_length": 16,
+        "truncated_share": 0.01,
+        "greedy_mean_length": 3.0,
+        "greedy_max_length": 8,
+        "greedy_truncated_share": 0.0,
+        "unscored": 0,
+        "samples": samples,
+    }
+    return Evaluation(**settings | changes)
+
+
+@pytest.fixture
+def make_evaluation() -> Callable[..., Evaluation]:
+    """`make_evaluation(step, accuracy, **fields)`."""
+    return evaluation
 
 
 def fill_rl_run(path: Path, steps: int = 80) -> RunDirectory:
@@ -62,6 +88,8 @@ def fill_rl_run(path: Path, steps: int = 80) -> RunDirectory:
             metrics={
                 "reward/mean": 0.46 + 0.45 * progress + chance.gauss(0, 0.02),
                 "reward/std": 0.4 - 0.2 * progress,
+                "reward_part/correct": 0.4 + 0.4 * progress,
+                "reward_part/format": 0.9,
                 "response_length/mean": 3.4 + chance.gauss(0, 0.05),
                 "policy/kl": 0.02 * progress + 0.001,
                 "policy/mismatch_k3": 1e-9 * (1 + chance.random()),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.observe.charts import MAX_POINTS, Chart, Curve, draw, running_mean, thin
+from slipstream.observe.charts import MAX_POINTS, MAX_TICKS, Chart, Curve, draw, running_mean, thin
 
 
 def test_a_chart_is_a_well_formed_svg_that_names_no_address() -> None:
@@ -32,6 +32,18 @@ def test_the_same_chart_gives_the_same_bytes() -> None:
 @pytest.mark.parametrize("options", [{}, {"stacked": True}, {"percent": True}, {"logarithmic": True}])
 def test_odd_data_is_drawn(points: list[tuple[float, float]], options: dict[str, bool]) -> None:
     assert draw(Chart("Odd", [Curve("a", points)], **options)).startswith("<svg")
+
+
+def test_ticks_of_its_own_replace_the_steps_and_a_few_of_many_are_shown() -> None:
+    ticks = [(step, f"{step}\nv{step + 1}") for step in range(0, 1000, 10)]
+    svg = draw(Chart("x", [Curve("a", [(step, 1.0) for step, _ in ticks], markers=True)], ticks=ticks))
+    shown = re.findall(r">v(\d+)<", svg)
+    assert len(shown) == MAX_TICKS and (shown[0], shown[-1]) == ("1", "991")
+
+
+def test_more_curves_than_colours_are_all_drawn() -> None:
+    svg = draw(Chart("x", [Curve(f"curve {index}", [(1, 1.0), (2, index)]) for index in range(9)]))
+    assert all(f">curve {index}<" in svg for index in range(9))
 
 
 def test_labels_are_text_not_markup_and_not_formulas() -> None:

@@ -57,6 +57,26 @@ def test_older_checkpoints_go_once_enough_newer_ones_are_complete(tmp_path: Path
     assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
+def test_a_protected_checkpoint_stays_however_old_until_another_is_protected(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.write(1, fill())
+    store.protected_step = 1
+    for step in (2, 3, 4):
+        store.write(step, fill())
+        assert names(tmp_path) == ["step-000001", f"step-{step:06d}"]
+    store.protected_step = 4
+    store.prune(4)
+    assert names(tmp_path) == ["step-000004"]
+
+
+def test_pruning_leaves_later_checkpoints_alone(tmp_path: Path) -> None:
+    """A run that passed over a damaged checkpoint writes the steps before it again."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.write(8, fill())
+    store.write(6, fill())
+    assert names(tmp_path) == ["step-000006", "step-000008"]
+
+
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.write(1, fill())

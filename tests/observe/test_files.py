@@ -1,12 +1,21 @@
+import contextlib
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slipstream.errors import RunDirectoryError, TrainingError
-from slipstream.observe.files import JsonLinesFile, LineFile, read_json_lines, write_text_atomically
+from slipstream.observe.files import (
+    JsonLinesFile,
+    LineFile,
+    read_json_lines,
+    recover_folder,
+    replace_folder,
+    write_text_atomically,
+)
 
 
 def full_disk(*_: object) -> int:
@@ -93,3 +102,61 @@ def test_truncate_after_cuts_at_the_first_later_step(tmp_path: Path) -> None:
     assert [line["step"] for line in read_json_lines(file.path)] == [0, 1, 1]
     file.truncate_after(5)
     assert len(read_json_lines(file.path)) == 3
+
+
+def fill(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "inside").mkdir()
+        (folder / "inside" / "file").write_text(text)
+
+    return write
+
+
+def content(folder: Path) -> str:
+    return (folder / "inside" / "file").read_text()
+
+
+def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    for text in ("old", "new"):
+        replace_folder(target, fill(text))
+        assert content(target) == text
+    assert os.listdir(tmp_path) == ["export"]
+
+
+def test_a_folder_whose_replacement_fails_keeps_its_content(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    replace_folder(target, fill("old"))
+
+    def fail(folder: Path) -> None:
+        fill("half")(folder)
+        raise RuntimeError("rank 1 died")
+
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        replace_folder(target, fail)
+    assert content(target) == "old"
+    assert os.listdir(tmp_path) == ["export"]
+
+
+@pytest.mark.parametrize(("renames", "expected"), [(0, "old"), (1, "old"), (2, "new")])
+def test_a_crash_while_a_folder_is_replaced_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int, expected: str
+) -> None:
+    """It stops after so many renames."""
+    target = tmp_path / "export"
+    replace_folder(target, fill("old"))
+    done: list[Path] = []
+    rename = Path.rename
+
+    def rename_or_stop(path: Path, new: Path) -> Path:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(path)
+        return rename(path, new)
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(Path, "rename", rename_or_stop)
+        replace_folder(target, fill("new"))
+    recover_folder(target)
+    assert content(target) == expected
+    assert os.listdir(tmp_path) == ["export"]

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import RunDirectoryError
+from slipstream.observe.best import BestPolicy
 from slipstream.observe.evaluations import Evaluation, EvaluationSample, EvaluationWriter
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.report import write_report
 from slipstream.observe.run_directory import RunDirectory
 
 MakeRun = Callable[..., RunDirectory]
+MakeEvaluation = Callable[..., Evaluation]
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }} & \"'"
 
 
@@ -80,6 +82,46 @@ def test_the_report_of_an_rl_run_shows_all_there_is_to_see(make_run: MakeRun) ->
     assert re.search("generate.*score.*train.*publish", phases[: phases.index("</figure>")], re.DOTALL)
 
 
+def chart(page: Page, title: str) -> str:
+    """The picture below a heading."""
+    picture = page.html[page.html.index(f"<h3>{title}</h3>") :]
+    return picture[: picture.index("</figure>")]
+
+
+def test_evaluations_are_drawn_over_steps_with_the_policy_version_of_each(
+    make_run: MakeRun, make_evaluation: MakeEvaluation
+) -> None:
+    run = make_run("run")
+    run.evaluations_path.unlink()
+    writer = EvaluationWriter(run.evaluations_path)
+    for step in (0, 20, 40):
+        for dataset in ("held-out", "math"):
+            writer.write(make_evaluation(step, 0.4 + step / 100, policy_version=2 * step, dataset=dataset))
+    page = Page(write_report(run.path))
+    for name in ("Held-out", "math:"):
+        assert f"{name} accuracy, 256 prompts" in page.headings
+        for title in ("accuracy", "pass@k", "reward", "response length", "cut at the limit"):
+            picture = chart(page, f"{name} {title}")
+            assert all(re.search(f">{mark}<", picture) for mark in ("20", "v40", "40", "v80")), title
+        assert re.search(">pass@2<", chart(page, f"{name} pass@k"))
+    assert "before: step 0 (policy version 0), after: step 40 (policy version 80)" in page.html
+
+
+def test_the_parts_of_the_reward_have_a_curve_each(make_run: MakeRun) -> None:
+    picture = chart(Page(write_report(make_run("run").path)), "Reward parts")
+    assert ">correct<" in picture and ">format<" in picture
+
+
+def test_the_best_policy_is_named_with_its_step(make_run: MakeRun) -> None:
+    run = make_run("run")
+    policy = BestPolicy(run, "greedy_accuracy")
+    best = policy.improved(40, 39, metrics={"greedy_accuracy": 0.875})
+    assert best is not None
+    policy.keep(best, lambda folder: None)
+    html = write_report(run.path).read_text()
+    assert "Best greedy_accuracy" in html and "0.875" in html and "step 40, policy version 39" in html
+
+
 def test_the_report_needs_nothing_from_outside(make_run: MakeRun) -> None:
     page = Page(write_report(make_run("run").path))
     assert page.addresses and all(address.startswith("#") for address in page.addresses)
@@ -88,11 +130,11 @@ def test_the_report_needs_nothing_from_outside(make_run: MakeRun) -> None:
     assert not re.search(r"@import|url\((?!#)", page.html)
 
 
-def test_model_text_is_shown_as_text(make_run: MakeRun) -> None:
+def test_model_text_is_shown_as_text(make_run: MakeRun, make_evaluation: MakeEvaluation) -> None:
     run = make_run("run")
     writer = EvaluationWriter(run.evaluations_path)
     sample = EvaluationSample(prompt="What is 48 + 63?", label=HOSTILE, response=HOSTILE, reward=0.0)
-    writer.write(Evaluation(80, 80, 0.5, 0.5, 256, 3.0, 0.0, [sample]))
+    writer.write(make_evaluation(80, 0.5, samples=[sample]))
     page = Page(write_report(run.path))
     assert "script" not in page.tags and "img" not in page.tags
     assert page.html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 2
@@ -130,13 +172,16 @@ def test_an_sft_run_shows_its_loss_curves(make_run: MakeRun, fill_sft: Callable[
     assert not {"Reward", "Sample answers", "What became of the prompts"} & set(page.headings)
 
 
-def test_an_evaluation_shows_its_result_and_answers_without_a_before(tmp_path: Path) -> None:
+def test_an_evaluation_shows_its_result_and_answers_without_a_before(
+    tmp_path: Path, make_evaluation: MakeEvaluation
+) -> None:
     with RunDirectory.create(tmp_path / "run", "seed: 1\n", "evaluate") as run:
         sample = EvaluationSample("2 + 2?", 4, "5", None)
-        EvaluationWriter(run.evaluations_path).write(Evaluation(0, 0, 0.25, 0.5, 64, 3.0, 0.1, [sample]))
+        result = make_evaluation(0, 0.25, greedy_accuracy=0.5, truncated_share=0.1, prompts=64, samples=[sample])
+        EvaluationWriter(run.evaluations_path).write(result)
         page = Page(write_report(run.path))
     assert {"Evaluation: run", "Held-out accuracy, 64 prompts", "Sample answers"} <= set(page.headings)
-    for shown in ("25.0%", "50.0%", "10.0%", "not scored", "result"):
+    for shown in ("25.0%", "50.0%", "10.0%", "pass@2", "55.0%", "not scored", "result"):
         assert shown in page.html
     assert "before" not in page.html and "No metrics yet" not in page.html
 

@@ -13,6 +13,9 @@ from typing import Any
 
 BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#3f7fd9", "#e0892c", "#37a06a", "#d3534f", "#8d68d4", "#2aa3ad"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
+# Curves past the palette take its colours again, in another style.
+LINE_STYLES = ("-", "--", ":", "-.")
+MAX_TICKS = 7
 # Stands for the page's text colour while Matplotlib draws, which knows real colours only.
 TEXT_COLOR = "#010203"
 FIGURE_INCHES = (4.5, 2.6)
@@ -36,7 +39,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """What one picture shows. With `stacked`, the curves are areas on top of each other and share their steps."""
+    """What one picture shows. With `stacked`, the curves are areas on top of each other and share their steps.
+
+    `ticks`, where given, are places on the step axis and what is written there; of many, a few are shown.
+    """
 
     title: str
     curves: Sequence[Curve]
@@ -44,6 +50,8 @@ class Chart:
     stacked: bool = False
     percent: bool = False
     logarithmic: bool = False
+    ticks: Sequence[tuple[float, str]] = ()
+    x_label: str = "step"
 
 
 def draw(chart: Chart) -> str:
@@ -83,9 +91,13 @@ def _render(chart: Chart) -> str:
     axes.grid(axis="y", color=TEXT_COLOR, alpha=0.12, linewidth=0.6)
     axes.set_axisbelow(True)
     (_draw_areas if chart.stacked else _draw_lines)(axes, chart)
-    axes.set_xlabel("step")
+    axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.unit)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    if chart.ticks:
+        ticks = _spread(chart.ticks, MAX_TICKS)
+        axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks])
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=MAX_TICKS, integer=True))
     if chart.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
         axes.set_ylim(0, 1.02)
@@ -104,7 +116,9 @@ def _render(chart: Chart) -> str:
 
 
 def _draw_lines(axes: Any, chart: Chart) -> None:
-    for curve, color in zip(chart.curves, PALETTE, strict=False):
+    for index, curve in enumerate(chart.curves):
+        color = PALETTE[index % len(PALETTE)]
+        style = LINE_STYLES[index // len(PALETTE) % len(LINE_STYLES)]
         points = thin(curve.points)
         steps, values = [step for step, _ in points], [value for _, value in points]
         if curve.band is not None:
@@ -116,10 +130,12 @@ def _draw_lines(axes: Any, chart: Chart) -> None:
             axes.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
         marker = "o" if curve.markers or len(points) < 3 else None
         if len(points) >= SMOOTH_FROM_POINTS and not curve.markers:
-            axes.plot(steps, values, color=color, alpha=0.35, linewidth=0.9)
-            axes.plot(steps, running_mean(values), color=color, linewidth=1.9, label=curve.label)
+            axes.plot(steps, values, style, color=color, alpha=0.35, linewidth=0.9)
+            axes.plot(steps, running_mean(values), style, color=color, linewidth=1.9, label=curve.label)
         else:
-            axes.plot(steps, values, color=color, linewidth=1.7, marker=marker, markersize=4.5, label=curve.label)
+            axes.plot(
+                steps, values, style, color=color, linewidth=1.7, marker=marker, markersize=4.5, label=curve.label
+            )
 
 
 def _draw_areas(axes: Any, chart: Chart) -> None:
@@ -132,6 +148,13 @@ def _draw_areas(axes: Any, chart: Chart) -> None:
         steps, heights = [steps[0] - 0.4, steps[0] + 0.4], [row * 2 for row in heights]
     axes.stackplot(steps, heights, labels=labels, colors=colors, alpha=0.8, linewidth=0)
     axes.margins(x=0)
+
+
+def _spread(ticks: Sequence[tuple[float, str]], limit: int) -> list[tuple[float, str]]:
+    """At most `limit` of the ticks, evenly chosen, the first and the last among them."""
+    if len(ticks) <= limit:
+        return list(ticks)
+    return [ticks[round(index * (len(ticks) - 1) / (limit - 1))] for index in range(limit)]
 
 
 def thin(points: Sequence[Point]) -> list[Point]:

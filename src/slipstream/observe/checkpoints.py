@@ -2,7 +2,7 @@
 
 A checkpoint is written aside into `step-000010.partial`, described by a manifest (size and checksum of every file),
 made durable, and renamed. What it contains is the workflow's and the learner's business. Only after a newer checkpoint
-is complete are older ones removed.
+is complete are older ones removed; one of them, that of the best policy, can be protected from it.
 """
 
 import errno
@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from slipstream.errors import TrainingError
-from slipstream.observe.files import FULL_DISK_ERRORS, sync_folder, write_json_atomically
+from slipstream.observe.files import FULL_DISK_ERRORS, sync_folder, sync_tree, write_json_atomically
 
 MANIFEST = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
@@ -28,11 +28,15 @@ FULL_DISK_FREE_BYTES = 1 << 20
 
 
 class CheckpointStore:
-    """The checkpoints of one run, `keep` of them at most. Opening removes what a killed run left half done."""
+    """The checkpoints of one run: the `keep` newest, and that of `protected_step` however old it is.
+
+    Opening removes what a killed run left half done.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
+        self.protected_step: int | None = None
         self.warnings: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._clean_up()
@@ -43,7 +47,7 @@ class CheckpointStore:
         A checkpoint of the same step is replaced. If anything fails, the half-written folder is removed and older
         checkpoints stay. Raises TrainingError if the disk is full, and whatever else `write` raises as it is.
         """
-        target = self.folder / f"step-{step:06d}"
+        target = self.folder / checkpoint_name(step)
         partial = target.with_name(target.name + PARTIAL_SUFFIX)
         try:
             partial.mkdir()
@@ -62,8 +66,17 @@ class CheckpointStore:
             self._remove(target)
         partial.rename(target)
         sync_folder(self.folder)
-        self._remove_old(step)
+        self.prune(step)
         return target
+
+    def prune(self, step: int) -> None:
+        """Of the checkpoints up to `step`, remove all but the `keep` newest complete ones and the protected one."""
+        complete = 0
+        for folder in reversed([path for path in self._checkpoints() if checkpoint_step(path) <= step]):
+            if complete < self.keep:
+                complete += find_damage(folder, checksums=False) is None
+            elif checkpoint_step(folder) != self.protected_step:
+                self._remove(folder)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, every file of it verified, or None.
@@ -84,14 +97,6 @@ class CheckpointStore:
             (path for path in self.folder.iterdir() if re.fullmatch(r"step-\d+", path.name)), key=checkpoint_step
         )
 
-    def _remove_old(self, step: int) -> None:
-        complete = 0
-        for folder in reversed([path for path in self._checkpoints() if checkpoint_step(path) <= step]):
-            if complete >= self.keep:
-                self._remove(folder)
-            elif find_damage(folder, checksums=False) is None:
-                complete += 1
-
     def _remove(self, folder: Path) -> None:
         # Renamed first: a kill halfway leaves no folder that looks like a checkpoint.
         removed = folder.with_name(folder.name + REMOVED_SUFFIX)
@@ -109,6 +114,11 @@ class CheckpointStore:
         for removed in self.folder.glob(f"*{REMOVED_SUFFIX}"):
             shutil.rmtree(removed)
         sync_folder(self.folder)
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
+    return f"step-{step:06d}"
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -141,18 +151,13 @@ def find_damage(folder: Path, *, checksums: bool = True) -> str | None:
 
 def _write_manifest(folder: Path, step: int) -> None:
     """Make every file and folder durable, then write the manifest that declares them complete."""
-    files = {}
-    for path in _files(folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "xxh3_64": _checksum(path)}
+    sync_tree(folder)
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_64": _checksum(path)}
+        for path in _files(folder)
+    }
     if not files:
         raise ValueError(f"the checkpoint of step {step} is empty")
-    for parent in {path.parent for path in _files(folder)}:
-        sync_folder(parent)
     write_json_atomically(folder / MANIFEST, {"step": step, "files": files})
 
 

@@ -7,7 +7,7 @@ a model is hostile: its control characters are shown, not obeyed, and it is neve
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from slipstream.observe.evaluations import Evaluation, EvaluationSample, pair_samples
@@ -21,6 +21,8 @@ STEP_FIELDS = (
     ("reward", "reward/mean", ".3f"),
     ("loss", "loss", ".4f"),
     ("held-out loss", "evaluation/loss", ".4f"),
+    ("accuracy", "accuracy", ".3f"),
+    ("held-out accuracy", "evaluation/accuracy", ".3f"),
     ("KL", "policy/kl", ".4f"),
     ("mismatch", "policy/mismatch_k3", ".1e"),
     ("length", "response_length/mean", ".1f"),
@@ -96,19 +98,27 @@ class RunConsole:
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
-    def accuracy_table(self, before: Evaluation, after: Evaluation) -> None:
-        """Held-out accuracy before and after training, sampled and greedy."""
-        from rich.table import Table
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """The line of an evaluation on one held-out set."""
+        self.line(evaluation_line(evaluation))
 
-        table = Table(title=f"Held-out accuracy ({after.prompts} prompts)")
+    def accuracy_table(self, compared: Sequence[tuple[Evaluation, Evaluation]]) -> None:
+        """Accuracy before and after training, sampled and greedy, of each held-out set; the first one leads."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=f"Held-out accuracy ({compared[0][1].prompts} prompts)")
         table.add_column("")
         for heading in ("before", "after", "gain"):
             table.add_column(heading, justify="right")
-        for label, first, last in (
-            ("sampled", before.sampled_accuracy, after.sampled_accuracy),
-            ("greedy", before.greedy_accuracy, after.greedy_accuracy),
-        ):
-            table.add_row(label, f"{first:.1%}", f"{last:.1%}", f"{last - first:+.1%}")
+        for position, (before, after) in enumerate(compared):
+            of_set = f" ({after.dataset}, {after.prompts} prompts)" if position else ""
+            for label, first, last in (
+                ("sampled", before.sampled_accuracy, after.sampled_accuracy),
+                ("greedy", before.greedy_accuracy, after.greedy_accuracy),
+            ):
+                cells = (f"{label}{of_set}", f"{first:.1%}", f"{last:.1%}", f"{last - first:+.1%}")
+                table.add_row(*(Text(cell) for cell in cells))
         self._console.print(table)
 
     def samples_table(self, before: Evaluation, after: Evaluation) -> None:
@@ -123,6 +133,15 @@ class RunConsole:
             cells = (last.prompt, str(last.label), _answer(first), _answer(last))
             table.add_row(*(Text(visible(cell)) for cell in cells))
         self._console.print(table)
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """`held-out accuracy after step 20: sampled 81.4%, greedy 93.4%, pass@4 97.2%`, with the largest k there is."""
+    shown = {"sampled": evaluation.sampled_accuracy, "greedy": evaluation.greedy_accuracy}
+    shown |= dict(list(evaluation.pass_at_k.items())[1:][-1:])
+    accuracies = ", ".join(f"{name} {value:.1%}" for name, value in shown.items())
+    unscored = f" ({evaluation.unscored} answers not scored)" if evaluation.unscored else ""
+    return f"{evaluation.dataset} accuracy after step {evaluation.step}: {accuracies}{unscored}"
 
 
 def step_line(step: int, total: int, *, metrics: Mapping[str, Any]) -> str:

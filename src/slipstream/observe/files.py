@@ -8,7 +8,8 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,55 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make every file below `folder`, and every name, durable."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_folder(folder)
+
+
+def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Replace a folder by what `fill` writes into a fresh one, once all of that is durable.
+
+    If anything fails, the old content stays. After a crash `recover_folder` finds the old content or the new, never a
+    mixture. Raises TrainingError on a full disk, and whatever else `fill` raises as it is.
+    """
+    partial, removed = _set_aside(target)
+    recover_folder(target)
+    try:
+        with storage_errors(target):
+            partial.mkdir()
+            fill(partial)
+            sync_tree(partial)
+            if target.exists():
+                target.rename(removed)
+            partial.rename(target)
+            sync_folder(target.parent)
+    finally:
+        recover_folder(target)
+
+
+def recover_folder(target: Path) -> None:
+    """Put right what a crash in `replace_folder` left: the folder is there if it ever was, and nothing beside it."""
+    partial, removed = _set_aside(target)
+    if removed.exists() and not target.exists():
+        removed.rename(target)
+    for folder in (partial, removed):
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _set_aside(target: Path) -> tuple[Path, Path]:
+    return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.removed")
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -10,11 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.evaluation import FIRST_SET
+from slipstream.observe.best import Best, read_best
 from slipstream.observe.charts import Chart, Curve, draw
-from slipstream.observe.evaluations import Evaluation, EvaluationSample, pair_samples, read_evaluations
+from slipstream.observe.evaluations import Evaluation, EvaluationSample, by_dataset, pair_samples, read_evaluations
 from slipstream.observe.files import write_text_atomically
 from slipstream.observe.ledger import LedgerBalance, read_balance
 from slipstream.observe.metrics import read_metrics
+from slipstream.observe.report_evaluations import (
+    ResultsTable,
+    accuracy_charts,
+    answer_charts,
+    number_text,
+    results_table,
+    share_text,
+)
 from slipstream.observe.run_directory import RunDirectory, parse_config
 
 TEMPLATE = "report.html.j2"
@@ -23,9 +33,11 @@ PIPELINE_STAGES = ("sft", "rl")
 TITLES = {
     "rl": "Reinforcement learning",
     "sft": "Supervised fine-tuning",
+    "reward-model": "Reward model",
     "evaluate": "Evaluation",
     "pipeline": "Pipeline",
 }
+REWARD_PART_PREFIX = "reward_part/"
 PHASE_PREFIX = "time/"
 WHOLE_STEP = "time/step"  # Shown only where a step is not divided into phases.
 PHASE_ORDER = ("time/generate", "time/score", "time/train", "time/publish")
@@ -34,6 +46,7 @@ OVERVIEW_KEYS = (
     "model.path",
     "data.source",
     "reward.function",
+    "reward.model",
     "steps",
     "seed",
     "batch_size",
@@ -61,7 +74,9 @@ class _CurveChart:
 
 METRIC_CHARTS = (
     _CurveChart("Reward", (("reward/mean", "mean"),), band="reward/std"),
-    _CurveChart("Loss", (("loss", "training"), ("evaluation/loss", "held out")), unit="nats per token"),
+    _CurveChart("Loss", (("loss", "training"), ("evaluation/loss", "held out")), unit="nats"),
+    _CurveChart("Preferences met", (("accuracy", "training"), ("evaluation/accuracy", "held out")), unit="share"),
+    _CurveChart("Scores", (("chosen_score", "better answers"), ("rejected_score", "worse answers"))),
     _CurveChart("Response length", (("response_length/mean", "mean"),), unit="tokens"),
     _CurveChart(
         "KL and mismatch",
@@ -72,8 +87,8 @@ METRIC_CHARTS = (
     _CurveChart("Policy loss", (("policy/loss", "loss"),)),
     _CurveChart("Entropy", (("policy/entropy", "entropy"),), unit="nats per token"),
     _CurveChart("Clipped tokens", (("policy/clip_share", "clipped"),), unit="share"),
-    _CurveChart("Gradient norm", (("policy/gradient_norm", "RL"), ("gradient_norm", "SFT"))),
-    _CurveChart("Learning rate", (("policy/learning_rate", "RL"), ("learning_rate", "SFT"))),
+    _CurveChart("Gradient norm", (("policy/gradient_norm", "RL"), ("gradient_norm", "supervised"))),
+    _CurveChart("Learning rate", (("policy/learning_rate", "RL"), ("learning_rate", "supervised"))),
     _CurveChart("Throughput", (("throughput/tokens_per_s", "tokens/s"),), unit="tokens per second"),
 )
 
@@ -110,7 +125,7 @@ def _template() -> Any:
 
     # Autoescape for everything: the template's name would not switch it on by itself.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"share": _share, "number": _number}
+    environment.filters["number"] = number_text
     return environment.from_string(resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8"))
 
 
@@ -124,14 +139,16 @@ def _stages(run: RunDirectory) -> list[RunDirectory]:
 
 @dataclass(frozen=True)
 class _Section:
-    """What the page shows of one run."""
+    """What the page shows of one run. `evaluations` are those on the first held-out set."""
 
     title: str
     workflow: str
     status: str
     overview: list[tuple[str, Any]]
     charts: list[tuple[str, str]]
+    results: list[ResultsTable]
     evaluations: list[Evaluation]
+    best: Best | None
     samples: list[tuple[EvaluationSample | None, EvaluationSample]]
     ledger: LedgerBalance | None
     steps_done: int
@@ -142,7 +159,8 @@ class _Section:
 def _section(run: RunDirectory) -> _Section:
     config = parse_config(run.config_text)
     lines = read_metrics(run.path / "metrics.jsonl")
-    evaluations = read_evaluations(run.evaluations_path)
+    sets = by_dataset(read_evaluations(run.evaluations_path))
+    evaluations = sets.get(FIRST_SET, [])
     ledger = read_balance(run.ledger_path) if run.ledger_path.exists() else None
     steps = config.get("steps")
     return _Section(
@@ -150,8 +168,10 @@ def _section(run: RunDirectory) -> _Section:
         workflow=run.workflow,
         status=_status(run),
         overview=[(key, value) for key in OVERVIEW_KEYS if (value := _lookup(config, key)) is not None],
-        charts=[(chart.title, draw(chart)) for chart in _charts(lines, evaluations)],
+        charts=[(chart.title, draw(chart)) for chart in _charts(lines, sets)],
+        results=[results_table(dataset, of_set) for dataset, of_set in sets.items()],
         evaluations=evaluations,
+        best=read_best(run.best_path),
         samples=_samples(evaluations),
         ledger=ledger if ledger is not None and ledger.issued else None,
         steps_done=max((int(line["step"]) for line in lines), default=0),
@@ -160,15 +180,26 @@ def _section(run: RunDirectory) -> _Section:
     )
 
 
-def _charts(lines: Sequence[Mapping[str, Any]], evaluations: Sequence[Evaluation]) -> list[Chart]:
-    """All charts that there is data for: reward or loss first, accuracy second."""
-    charts = [chart for spec in METRIC_CHARTS if (chart := _metric_chart(spec, lines)).curves]
-    if len(evaluations) > 1:
-        sampled = Curve("sampled", [(e.step, e.sampled_accuracy) for e in evaluations], markers=True)
-        greedy = Curve("greedy", [(e.step, e.greedy_accuracy) for e in evaluations], markers=True)
-        charts.insert(1, Chart("Held-out accuracy", [sampled, greedy], percent=True))
-    phases = _phase_chart(lines)
-    return charts + ([phases] if phases.curves else [])
+def _charts(lines: Sequence[Mapping[str, Any]], sets: Mapping[str, Sequence[Evaluation]]) -> list[Chart]:
+    """All charts that there is data for: reward or loss first, accuracies second."""
+    repeated = {dataset: evaluations for dataset, evaluations in sets.items() if len(evaluations) > 1}
+    charts = [
+        *(_metric_chart(spec, lines) for spec in METRIC_CHARTS[:2]),
+        *(chart for dataset, evaluations in repeated.items() for chart in accuracy_charts(dataset, evaluations)),
+        _reward_part_chart(lines),
+        *(_metric_chart(spec, lines) for spec in METRIC_CHARTS[2:]),
+        *(chart for dataset, evaluations in repeated.items() for chart in answer_charts(dataset, evaluations)),
+        _phase_chart(lines),
+    ]
+    return [chart for chart in charts if chart.curves]
+
+
+def _reward_part_chart(lines: Sequence[Mapping[str, Any]]) -> Chart:
+    """The mean of each named part of the reward."""
+    names = dict.fromkeys(name for line in lines for name in line if name.startswith(REWARD_PART_PREFIX))
+    curves = tuple((name, name.removeprefix(REWARD_PART_PREFIX)) for name in names)
+    title = f"Reward part: {curves[0][1]}" if len(curves) == 1 else "Reward parts"
+    return _metric_chart(_CurveChart(title, curves), lines)
 
 
 def _metric_chart(spec: _CurveChart, lines: Sequence[Mapping[str, Any]]) -> Chart:
@@ -222,14 +253,17 @@ def _tiles(run: RunDirectory, sections: Sequence[_Section]) -> list[tuple[str, s
             ("Sampled accuracy", first.sampled_accuracy, last.sampled_accuracy),
             ("Greedy accuracy", first.greedy_accuracy, last.greedy_accuracy),
         ):
-            tiles.append((label, _share(after), f"from {_share(before)}" if len(evaluations) > 1 else ""))
+            tiles.append((label, share_text(after), f"from {share_text(before)}" if len(evaluations) > 1 else ""))
     for section in sections:
+        if section.best is not None:
+            remark = f"step {section.best.step}, policy version {section.best.policy_version}"
+            tiles.append((f"Best {section.best.metric}", number_text(section.best.value), remark))
         done = f"{section.steps_done}" + (f" of {section.steps_total}" if section.steps_total else "")
         if section.workflow != "evaluate":
             tiles.append((f"{section.workflow.upper()} steps", done, ""))
-        for name, label in (("reward/mean", "Last reward"), ("loss", "Last SFT loss")):
+        for name, label in (("reward/mean", "Last reward"), ("loss", "Last loss")):
             if name in section.last:
-                tiles.append((label, _number(section.last[name]), ""))
+                tiles.append((label, number_text(section.last[name]), ""))
     seconds = (run.summary or {}).get("seconds", math.nan)
     if _is_number(seconds):
         tiles.append(("Time", _duration(seconds), ""))
@@ -251,7 +285,13 @@ def _status(run: RunDirectory) -> str:
 
 
 def _flat_summary(summary: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, _number(value) if _is_number(value) else value) for name, value in summary.items()]
+    flat: list[tuple[str, Any]] = []
+    for name, value in summary.items():
+        if isinstance(value, Mapping):
+            flat += [(f"{name}.{below}", shown) for below, shown in _flat_summary(value)]
+        else:
+            flat.append((name, number_text(value) if _is_number(value) else value))
+    return flat
 
 
 def _lookup(config: Mapping[str, Any], dotted: str) -> Any:
@@ -263,14 +303,6 @@ def _lookup(config: Mapping[str, Any], dotted: str) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}" if math.isfinite(value) else "-"
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _duration(seconds: float) -> str:

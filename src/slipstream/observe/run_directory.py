@@ -165,6 +165,16 @@ class RunDirectory:
         """Where the trained policy goes in Hugging Face format."""
         return self.path / "export"
 
+    @property
+    def best_path(self) -> Path:
+        """For `BestPolicy`: which policy is the best so far."""
+        return self.path / "best.json"
+
+    @property
+    def best_export_folder(self) -> Path:
+        """For `BestPolicy`: the best policy so far in Hugging Face format."""
+        return self.path / "export-best"
+
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """Declare the run finished with this result. Raises TrainingError if the disk is full."""
         path = self.path / "summary.json"
