@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main, split_overrides
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 from slipstream.errors import EngineError
 
-VERBS = ["rl", "sft", "evaluate", "pipeline", "resume", "report", "doctor", "import-gguf"]
+VERBS = ["rl", "sft", "reward-model", "evaluate", "pipeline", "resume", "report", "doctor", "import-gguf"]
 HEAVY = ("torch", "transformers", "vllm", "deepspeed", "ray", "datasets", "pyarrow", "numpy", "matplotlib", "rich")
 RL = ["--steps=3", "--output_dir=out", "--model.path=some/model", "--data.source=d.jsonl", "--reward.function=number"]
 
@@ -61,7 +62,7 @@ def python(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         (["rl", "a.yaml", "b.yaml"], "unrecognized arguments: b.yaml (see `slipstream --help`)"),
         (
             ["rl", *RL, "--learning_rate", "1"],
-            "learning_rate: unknown key (value 1); did you mean training.learning_rate?",
+            "learning_rate: unknown key (value 1); did you mean training.learning_rate or critic.learning_rate?",
         ),
         (["rl", *RL, "--steps"], "--steps has no value; expected a whole number of at least 1"),
         (["rl", *RL, "--dry_run"], "unknown option --dry_run; did you mean --dry-run?"),
@@ -104,6 +105,7 @@ def test_overrides_and_flags_may_stand_in_any_order() -> None:
     [
         ("rl", "train_rl", RLConfig, RL),
         ("sft", "train_sft", SFTConfig, [*RL[:4], "--data.response_key=label"]),
+        ("reward-model", "train_reward_model", RewardModelConfig, RL[:4]),
         ("evaluate", "evaluate", EvaluateConfig, [*RL[1:3], RL[4], "--evaluation.data.source=d.jsonl"]),
     ],
 )
@@ -115,7 +117,7 @@ def test_a_workflow_gets_its_configuration_and_its_summary_is_the_last_line(
     replace: Callable[..., list[Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calls = replace(f"slipstream.workflows.{verb}", function, {"steps": 3})
+    calls = replace(f"slipstream.workflows.{verb.replace('-', '_')}", function, {"steps": 3})
     assert main([verb, *arguments, "--json"]) == 0
     assert type(calls[0]) is kind
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"steps": 3}
@@ -194,7 +196,7 @@ def test_the_help_of_a_workflow_shows_its_keys(capsys: pytest.CaptureFixture[str
     assert main(["rl", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--training.learning_rate 1e-06" in text
-    assert "algorithm: The objective: GRPO" in text
+    assert "algorithm: The method: a preset" in text
 
 
 def test_help_imports_nothing_heavy() -> None:

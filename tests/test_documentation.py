@@ -26,6 +26,7 @@ import pytest
 from slipstream.cli import WORKFLOWS
 from slipstream.config.keys import config_keys, section_paths
 from slipstream.config.loader import validate_config
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,6 +120,10 @@ def short_commands() -> list[Any]:
 
 def long_commands(verb: str) -> list[str]:
     return [text for text in commands() if is_long(text) and text.split()[1] == verb]
+
+
+def needs_reward_model(command: str) -> bool:
+    return "--reward.model" in command
 
 
 def clone_into(folder: Path) -> Path:
@@ -232,9 +237,14 @@ def leaves_the_configuration_document_as_it_is(words: list[str], clone: Path) ->
     assert script.updated(document) == document, f"run `{shlex.join(words)}`"
 
 
+def is_understood_by_the_benchmark(words: list[str], clone: Path) -> None:
+    """Not run: tests/benchmarks runs it, in a small version."""
+    load_program(ROOT / words[1]).parse_arguments(words[2:])
+
+
 RULES: list[tuple[str, Callable[[list[str], Path], None]]] = [
     (r"slipstream [a-z-]+ --help", shows_help),
-    (r"slipstream (rl|sft|evaluate|pipeline) .*--dry-run.*", is_planned),
+    (r"slipstream (rl|sft|reward-model|evaluate|pipeline) .*--dry-run.*", is_planned),
     (r"slipstream report \S+", writes_a_report),
     (r"slipstream import-gguf \S+ \S+", imports_a_model),
     (r"make [a-z-]+( [A-Z]+=\S+)*", is_a_target_of_make),
@@ -243,15 +253,20 @@ RULES: list[tuple[str, Callable[[list[str], Path], None]]] = [
     (r"docker run .+", names_an_image),
     (r"source \S+", activates_what_make_install_builds),
     (r"\.venv/bin/python -m pytest .*", collects_tests),
+    (r"python benchmarks/\S+\.py .*", is_understood_by_the_benchmark),
     (r"\.venv/bin/python scripts/document_configuration\.py", leaves_the_configuration_document_as_it_is),
 ]
 
 
 def documenting_script() -> ModuleType:
-    path = ROOT / "scripts" / "document_configuration.py"
+    return load_program(ROOT / "scripts" / "document_configuration.py")
+
+
+def load_program(path: Path) -> ModuleType:
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = module  # dataclasses look their module up there
     specification.loader.exec_module(module)
     return module
 
@@ -285,8 +300,8 @@ def first_run(policy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_long_commands_are_all_covered() -> None:
-    covered = ("slipstream rl ", "slipstream sft ", "slipstream evaluate ", "slipstream resume ", "slipstream doctor")
-    assert [text for text in commands() if is_long(text) and not text.startswith(covered)] == []
+    verbs = ("rl", "sft", "reward-model", "evaluate", "resume", "doctor")
+    assert [text for text in commands() if is_long(text) and text.split()[1] not in verbs] == []
 
 
 @pytest.mark.slow
@@ -300,7 +315,7 @@ def test_the_first_run_leaves_what_the_readme_lists(first_run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", long_commands("rl"))
+@pytest.mark.parametrize("command", [text for text in long_commands("rl") if not needs_reward_model(text)])
 def test_variants_of_a_training_command_are_accepted(command: str, clone: Path, policy: str) -> None:
     """One of them is run for real; the others differ in overrides, which a dry run reads and checks."""
     assert FIRST_RECIPE in command, "a command with another recipe needs a test of its own"
@@ -313,6 +328,17 @@ def test_a_supervised_run(command: str, clone: Path, policy: str) -> None:
     words = shlex.split(command)
     run([*words, "--model.path", policy, "--steps", "1"], clone, limit_s=LONG_S)
     assert (clone / words[words.index("--output_dir") + 1] / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_reward_model_and_a_policy_that_learns_from_it(clone: Path, policy: str) -> None:
+    [training] = long_commands("reward-model")
+    run([*shlex.split(training), "--model.path", policy, "--steps", "2"], clone, limit_s=LONG_S)
+    [command] = [text for text in long_commands("rl") if needs_reward_model(text)]
+    tiny = [*TINY_RL, "--model.path", policy, "--evaluation.data.rows", "2", "--json"]
+    result = run([*shlex.split(command), *tiny], clone, limit_s=LONG_S)
+    directory = clone / json.loads(result.stdout.splitlines()[-1])["run_dir"]
+    assert "reward_part/model" in (directory / "metrics.jsonl").read_text()
 
 
 @pytest.mark.slow
@@ -406,9 +432,10 @@ def test_a_piece_of_configuration_is_valid(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in of_language("json")])
-def test_a_row_of_data_is_json_and_in_the_example_that_it_stands_for(block: Block) -> None:
+def test_a_row_of_data_is_json_and_in_an_example(block: Block) -> None:
     shown = [json.loads(line) for line in block.text.splitlines()]
-    rows = [json.loads(line) for line in (ROOT / "examples/first_run/questions.jsonl").read_text().splitlines()]
+    examples = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").rglob("*.jsonl"))]
+    rows = [json.loads(line) for text in examples for line in text.splitlines()]
     assert all(any(row.items() <= whole.items() for whole in rows) for row in shown)
 
 
@@ -459,8 +486,8 @@ def test_files_and_tests_that_are_named_exist() -> None:
 
 
 def test_keys_that_are_named_exist() -> None:
-    kinds = (RLConfig, SFTConfig, EvaluateConfig, PipelineConfig)
-    keys = {path for kind in kinds for path in (*config_keys(kind), *section_paths(kind))}
+    kinds = (RLConfig, SFTConfig, RewardModelConfig, EvaluateConfig, PipelineConfig)
+    keys = {path for kind in kinds for path in (*config_keys(kind), *section_paths(config_keys(kind)))}
     sections = {path.partition(".")[0] for path in keys if "." in path}
     named = re.compile(r"(?:--)?([a-z_]+(?:\.[a-z_]+)+)(?:[:= ].*)?")
     found = [(document.name, match[1]) for document, code in inline_code() if (match := named.fullmatch(code))]

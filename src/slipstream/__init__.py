@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.config.loader import load_config
+    from slipstream.config.reward_model import RewardModelConfig
     from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
     from slipstream.errors import SlipstreamError
     from slipstream.rewards.function import ScoredText
     from slipstream.workflows.evaluate import evaluate
     from slipstream.workflows.pipeline import run_pipeline
     from slipstream.workflows.resume import resume
+    from slipstream.workflows.reward_model import train_reward_model
     from slipstream.workflows.rl import train_rl
     from slipstream.workflows.sft import train_sft
 
@@ -24,6 +26,7 @@ _HOMES = {
     "EvaluateConfig": "slipstream.config.schema",
     "PipelineConfig": "slipstream.config.schema",
     "RLConfig": "slipstream.config.schema",
+    "RewardModelConfig": "slipstream.config.reward_model",
     "SFTConfig": "slipstream.config.schema",
     "ScoredText": "slipstream.rewards.function",
     "SlipstreamError": "slipstream.errors",
@@ -31,6 +34,7 @@ _HOMES = {
     "load_config": "slipstream.config.loader",
     "resume": "slipstream.workflows.resume",
     "run_pipeline": "slipstream.workflows.pipeline",
+    "train_reward_model": "slipstream.workflows.reward_model",
     "train_rl": "slipstream.workflows.rl",
     "train_sft": "slipstream.workflows.sft",
 }
@@ -39,6 +43,7 @@ __all__ = [
     "EvaluateConfig",
     "PipelineConfig",
     "RLConfig",
+    "RewardModelConfig",
     "SFTConfig",
     "ScoredText",
     "SlipstreamError",
@@ -46,6 +51,7 @@ __all__ = [
     "load_config",
     "resume",
     "run_pipeline",
+    "train_reward_model",
     "train_rl",
     "train_sft",
 ]

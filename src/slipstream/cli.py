@@ -27,6 +27,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports of a program that write
 WORKFLOWS = {
     "rl": "improve a policy by reinforcement learning (GRPO) from a reward",
     "sft": "fine-tune a model on responses",
+    "reward-model": "train a model that scores answers, on pairs of a better and a worse one",
     "evaluate": "measure a model's accuracy on held-out prompts, sampled and greedy",
     "pipeline": "make a small policy, teach it by SFT, improve it by RL",
 }
@@ -215,6 +216,10 @@ def _start(verb: str, config: Any) -> dict[str, Any]:
         from slipstream.workflows.sft import train_sft
 
         return train_sft(config)
+    if verb == "reward-model":
+        from slipstream.workflows.reward_model import train_reward_model
+
+        return train_reward_model(config)
     if verb == "evaluate":
         from slipstream.workflows.evaluate import evaluate
 
@@ -280,11 +285,13 @@ def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _config_class(verb: str) -> "type[Section]":
+    from slipstream.config.reward_model import RewardModelConfig
     from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
 
     classes: dict[str, type[Section]] = {
         "rl": RLConfig,
         "sft": SFTConfig,
+        "reward-model": RewardModelConfig,
         "evaluate": EvaluateConfig,
         "pipeline": PipelineConfig,
     }

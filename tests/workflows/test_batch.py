@@ -8,6 +8,7 @@ import pytest
 from slipstream.config.loader import validate_config
 from slipstream.config.schema import RLConfig
 from slipstream.data.trajectory import Group, Prompt, TrainingExample, Trajectory
+from slipstream.workflows.algorithm import Algorithm
 from slipstream.workflows.batch import TrainingBatch, prepare, with_token_mean_weights
 
 PROMPT_LENGTH = 3
@@ -55,29 +56,40 @@ class Learner:
             for number, example in enumerate(examples)
         }
 
+    def values(self, examples: list[TrainingExample]) -> dict[str, Any]:
+        self.asked.append("values")
+        return {example.example_id: np.full(int(example.loss_mask.sum()), 0.25, np.float32) for example in examples}
 
-def prepared(groups: list[Group], learner: Any = None, **algorithm: Any) -> TrainingBatch:
+
+def prepared(groups: list[Group], learner: Any = None, critic: Any = None, **algorithm: Any) -> TrainingBatch:
     steps = algorithm.pop("optimizer_steps_per_batch", 1)
+    epochs = algorithm.pop("epochs_per_batch", 1)
     settings = {
         "steps": 1,
         "output_dir": "out",
         "optimizer_steps_per_batch": steps,
+        "epochs_per_batch": epochs,
         "model": {"path": "m"},
         "data": {"source": "d.jsonl"},
         "rollout": {"groups_per_step": len(groups) if len(groups) % steps == 0 else steps},
         "algorithm": algorithm,
     }
-    return prepare(groups, validate_config(RLConfig, settings), learner or Learner())
+    algorithm_of_run = Algorithm(validate_config(RLConfig, settings))
+    return prepare(groups, algorithm_of_run, learner or Learner(), critic)
 
 
-def advantage(batch: TrainingBatch, example_id: str) -> float:
+def advantages(batch: TrainingBatch, example_id: str) -> list[float]:
+    """The advantage of each token of a response."""
     for step in batch.optimizer_steps:
         for example in step:
             if example.example_id == example_id:
-                values = example.token_fields["advantages"][example.loss_mask]
-                assert len(set(values.tolist())) == 1, "one advantage for all tokens of a response"
-                return float(values[0])
+                return example.token_fields["advantages"][example.loss_mask].tolist()
     raise KeyError(example_id)
+
+
+def advantage(batch: TrainingBatch, example_id: str) -> float:
+    (value,) = set(advantages(batch, example_id))
+    return value
 
 
 def test_advantages_are_the_distance_to_the_mean_of_the_own_group() -> None:
@@ -164,6 +176,8 @@ def test_metrics_describe_the_batch() -> None:
             "reward/mean": 0.5,
             "reward/std": np.std([1.0, 0.0, 0.5, 0.5]),
             "reward/groups_without_signal": 0.5,
+            "advantage/mean": pytest.approx(np.average([0.5**0.5, -(0.5**0.5), 0, 0], weights=[2, 4, 6, 8])),
+            "advantage/std": pytest.approx(np.sqrt(0.5 * 6 / 20 - (0.5**0.5 * 2 / 20) ** 2)),
             "response_length/mean": 5.0,
             "response_length/max": 8.0,
             "response_length/truncated_share": 0.5,
@@ -177,3 +191,98 @@ def test_weights_can_be_given_to_examples_of_any_origin() -> None:
     examples = [TrainingExample(str(size), np.arange(size), np.arange(size) >= 1) for size in (2, 5)]
     first, second = with_token_mean_weights(examples)
     assert first.token_fields["weight"][1] == second.token_fields["weight"][1] == np.float32(1 / 5)
+
+
+# ---------------------------------------------------------------- rewards of tokens
+
+
+def test_the_reward_sits_on_the_last_policy_token_whatever_the_environment_wrote_behind_it() -> None:
+    answer = group("0-0", [1.0], [5])
+    mask = answer.trajectories[0].loss_mask
+    mask[PROMPT_LENGTH + 2 :] = False
+    batch = prepared([answer], advantage="returns", discount=0.9)
+    assert advantages(batch, "0-0/0") == pytest.approx([0.9, 1.0])
+
+
+def test_a_return_steps_over_what_the_environment_wrote_in_between() -> None:
+    answer = group("0-0", [1.0], [6])
+    mask = answer.trajectories[0].loss_mask
+    mask[PROMPT_LENGTH + 2 : PROMPT_LENGTH + 4] = False
+    batch = prepared([answer], advantage="returns")
+    assert advantages(batch, "0-0/0") == [1.0] * 4
+
+
+def test_a_kl_in_the_reward_is_charged_to_each_token_with_the_coefficient() -> None:
+    learner = Learner()
+    learner.log_probs = lambda role, examples: {  # type: ignore[method-assign]
+        example.example_id: np.full(int(example.loss_mask.sum()), {"policy": -1.0, "reference": -1.5}[role], np.float32)
+        for example in examples
+    }
+    settings = {"kl_coefficient": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}
+    batch = prepared([group("0-0", [1.0], [3])], learner, advantage="returns", **settings)
+    assert advantages(batch, "0-0/0") == pytest.approx([1 - 0.15, 1 - 0.1, 1 - 0.05])
+    assert batch.measured_kl == batch.metrics["kl/in_reward"] == pytest.approx(0.5)
+    assert prepared([group("0-0", [0, 1])], learner, kl_coefficient=0.1).measured_kl is None, "the learner measures it"
+
+
+def test_a_critic_gives_values_and_gets_returns_that_whitening_does_not_touch() -> None:
+    critic = Learner()
+    batch = prepared([group("0-0", [1.0, 0.0], [2, 1])], None, critic, advantage="gae", whiten_advantages=True)
+    assert critic.asked == ["values"]
+    first, second = batch.optimizer_steps[0]
+    assert first.token_fields["returns"][first.loss_mask].tolist() == pytest.approx([1.0, 1.0])
+    assert second.token_fields["returns"][second.loss_mask].tolist() == pytest.approx([0.0])
+    assert first.token_fields["old_values"][first.loss_mask].tolist() == [0.25, 0.25]
+    assert (batch.metrics["advantage/mean"], batch.metrics["advantage/std"]) == pytest.approx((0.0, 1.0), abs=1e-6)
+
+
+def test_the_greedy_answer_is_the_baseline_and_is_never_trained_on() -> None:
+    first, second = group("0-0", [1.0, 0.0]), group("0-1", [1.0, 1.0])
+    for each, reward in ((first, 0.25), (second, 1.0)):
+        each.baseline = trajectory(each.group_id, -1, reward=reward, length=2)
+    batch = prepared([first, second], advantage="greedy_baseline")
+    assert [advantage(batch, f"0-0/{index}") for index in (0, 1)] == [0.75, -0.25]
+    assert [advantage(batch, f"0-1/{index}") for index in (0, 1)] == [0.0, 0.0]
+    assert len(batch.optimizer_steps[0]) == 4
+
+
+# ---------------------------------------------------------------- shaping, filtering, passes
+
+
+def test_shaped_rewards_make_the_advantages_and_the_raw_ones_stay_on_record() -> None:
+    answers = group("0-0", [1.0, 0.0], reward_parts={"right": 0.5, "form": 0.25})
+    answers.trajectories[1].reward_parts = {"right": 0.0, "form": 0.0}
+    batch = prepared([answers], normalize_by_std=False, shaping={"weights": {"right": 2.0, "form": 4.0}})
+    assert [advantage(batch, f"0-0/{index}") for index in (0, 1)] == [1.0, -1.0]
+    assert (batch.metrics["reward/mean"], batch.metrics["reward/shaped_mean"]) == (0.5, 1.0)
+    assert batch.metrics["shaping/weights"] == 0.5
+
+
+def test_responses_cut_at_the_limit_leave_numerator_and_denominator() -> None:
+    whole = group("0-0", [1.0, 0.0, 0.5, 0.0], [3, 6, 6, 6])
+    for cut in whole.trajectories[1:]:
+        cut.finish_reason = "length"
+    (examples,) = prepared([whole], overlong_filtering=True).optimizer_steps
+    assert [example.example_id for example in examples] == ["0-0/0"]
+    assert examples[0].token_fields["weight"][examples[0].loss_mask].tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_a_group_of_which_nothing_is_left_is_filtered_with_its_reason() -> None:
+    cut, whole = group("0-0", [1.0, 0.0], finish_reason="length"), group("0-1", [1.0, 0.0])
+    batch = prepared([cut, whole], overlong_filtering=True)
+    assert batch.filtered == {"0-0": "overlong: every response was cut at the limit"}
+    (examples,) = batch.optimizer_steps
+    assert {example.example_id for example in examples} == {"0-1/0", "0-1/1"}
+
+
+def test_a_step_of_nothing_but_filtered_responses_has_no_loss_token() -> None:
+    (examples,) = prepared([group("0-0", [1.0, 0.0], finish_reason="length")], overlong_filtering=True).optimizer_steps
+    assert [int(example.loss_mask.sum()) for example in examples] == [0]
+
+
+def test_passes_repeat_the_optimizer_steps() -> None:
+    groups = [group("0-0", [0, 1]), group("0-1", [1, 0])]
+    batch = prepared(groups, optimizer_steps_per_batch=2, epochs_per_batch=3)
+    ids = [[example.example_id for example in step] for step in batch.optimizer_steps]
+    assert ids == [["0-0/0", "0-0/1"], ["0-1/0", "0-1/1"]] * 3
+    assert batch.parts == 2

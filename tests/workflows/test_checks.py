@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.config.loader import dump_config, load_config
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
 from slipstream.workflows import checks
@@ -41,6 +42,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_model(tmp_path / "model")
     (tmp_path / "d.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
     (tmp_path / "s.jsonl").write_text('{"prompt": "1+1", "response": "2"}\n')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1", "chosen": "2", "rejected": "3"}\n')
     (tmp_path / "rewards.py").write_text("def score(text):\n    return 1.0\n")
     return tmp_path
 
@@ -56,6 +58,11 @@ def rl(*overrides: str) -> RLConfig:
 def sft(*overrides: str) -> SFTConfig:
     base = ["--steps=2", "--output_dir=out", "--model.path=./model", "--data.source=s.jsonl", "--max_tokens=64"]
     return load_config(SFTConfig, None, [*base, "--data.response_key=response", *overrides])
+
+
+def preferences(*overrides: str) -> RewardModelConfig:
+    base = ["--steps=2", "--output_dir=out", "--model.path=./model", "--data.source=p.jsonl", "--max_tokens=64"]
+    return load_config(RewardModelConfig, None, [*base, *overrides])
 
 
 def pipeline(*overrides: str) -> PipelineConfig:
@@ -82,7 +89,7 @@ def problem(config: Any, kind: type[SlipstreamError]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("make", [rl, sft, pipeline, evaluation])
+@pytest.mark.parametrize("make", [rl, sft, preferences, pipeline, evaluation])
 def test_a_sound_configuration_passes_and_leaves_nothing_behind(files: Path, make: Callable[[], Any]) -> None:
     before = sorted(files.rglob("*"))
     check_config(make())
@@ -132,6 +139,80 @@ def test_a_model_that_can_only_be_a_missing_folder_is_refused_and_a_hub_name_is_
     check_config(rl("--model.path=some-organisation/some-model"))
 
 
+def write_reward_model(files: Path, **settings: Any) -> None:
+    """In `./scorer`, a folder as `slipstream reward-model` exports it, with other settings in its config.json."""
+    folder = write_model(files / "scorer")
+    known = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | known | settings))
+
+
+@pytest.mark.parametrize("make", [rl, evaluation])
+def test_a_reward_model_may_score_alone_or_beside_a_function(files: Path, make: Callable[..., Any]) -> None:
+    write_reward_model(files, score_moments={"mean": 0.0, "std": 1.0})
+    for function in ("number", "null"):
+        check_config(make("--reward.model=./scorer", f"--reward.function={function}"))
+    check_config(make("--reward.model=./scorer", "--reward.normalize_model_scores=true"))
+    check_config(make("--reward.model=some-organisation/some-model", "--reward.function=null"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "reward.model: './scorer' is LlamaForCausalLM, no reward model; train",
+        ),
+        ({"id2label": None}, "reward.model: './scorer' is a classifier with 2 labels; a reward model has one"),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "reward.model: './scorer' is a classifier with 3 labels"),
+        ({}, "reward.normalize_model_scores: './scorer' has no score_moments in its config.json; train it with"),
+    ],
+)
+def test_a_folder_that_holds_no_reward_model_is_refused(files: Path, settings: dict[str, Any], message: str) -> None:
+    write_reward_model(files, **settings)
+    config = rl("--reward.model=./scorer", "--reward.normalize_model_scores=true")
+    assert problem(config, ModelError).startswith(message)
+
+
+def test_a_reward_model_that_cannot_read_what_the_policy_writes_is_refused(files: Path) -> None:
+    assert problem(rl("--reward.model=./nowhere"), ModelError).startswith("reward.model: no folder './nowhere'")
+    write_reward_model(files, max_position_embeddings=127)
+    assert "= 128 exceeds the 127 tokens the reward model takes" in problem(rl("--reward.model=./scorer"), ConfigError)
+    for name, vocabulary in (("model", {"a": 0}), ("scorer", {"b": 0})):
+        (files / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    text = problem(rl("--reward.model=./scorer"), ModelError)
+    assert text.startswith("reward.model: the tokenizer in './scorer' has other tokens than that of model.path")
+
+
+def test_without_function_or_model_there_is_no_reward_and_nothing_to_normalize(files: Path) -> None:
+    assert problem(rl("--reward.function=null"), ConfigError).startswith("reward.function: missing; expected")
+    text = problem(rl("--reward.normalize_model_scores=true"), ConfigError)
+    assert text.startswith("reward.normalize_model_scores needs reward.model")
+
+
+def test_a_folder_for_the_critic_is_looked_at_where_there_is_a_critic(files: Path) -> None:
+    (files / "empty").mkdir()
+    check_config(rl("--critic.path=./empty"))
+    with pytest.raises(ModelError, match=r"^critic\.path: folder './empty' has no config\.json"):
+        check_config(rl("--algorithm=ppo", "--critic.path=./empty"))
+    with pytest.raises(ModelError, match=r"^rl\.critic\.path: no folder './nowhere'"):
+        check_config(pipeline("--rl.algorithm=ppo", "--rl.critic.path=./nowhere"))
+
+
+def test_a_critic_must_read_the_tokens_of_the_policy_and_as_many(files: Path) -> None:
+    critic = write_model(files / "critic")
+    settings = ["--algorithm=ppo", "--critic.path=./critic"]
+    for folder, vocabulary in ((files / "model", {"a": 0}), (critic, {"a": 0})):
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    check_config(rl(*settings))
+    (critic / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0}}}))
+    with pytest.raises(ModelError, match=r"^critic\.path: the tokenizer in './critic' has other tokens"):
+        check_config(rl(*settings))
+    (critic / "tokenizer.json").unlink()
+    (critic / "config.json").write_text(json.dumps(MODEL_CONFIG | {"max_position_embeddings": 100}))
+    with pytest.raises(ConfigError, match=r"= 128 exceeds the 100 tokens the critic takes"):
+        check_config(rl(*settings))
+
+
 def test_a_gguf_file_is_told_how_it_becomes_a_folder(files: Path) -> None:
     (files / "model.gguf").write_bytes(b"GGUF")
     assert "slipstream import-gguf model.gguf FOLDER" in problem(rl("--model.path=model.gguf"), ModelError)
@@ -149,6 +230,11 @@ def test_a_gguf_file_is_told_how_it_becomes_a_folder(files: Path) -> None:
             lambda: rl("--evaluation.data.source=d.jsonl"),
             "evaluation.data.max_prompt_tokens (512) + rollout.max_response_tokens (64) = 576 exceeds the 128 tokens "
             "the model takes (max_position_embeddings)",
+        ),
+        (
+            lambda: evaluation("--evaluation.other_data.math.source=d.jsonl"),
+            "evaluation.other_data.math.max_prompt_tokens (512) + rollout.max_response_tokens (64) = 576 exceeds the "
+            "128 tokens the model takes (max_position_embeddings)",
         ),
         (
             lambda: sft("--max_tokens=129"),
@@ -197,9 +283,19 @@ def test_data_that_cannot_be_used_is_refused(files: Path, content: str, argument
             "evaluation.data.source",
         ),
         (lambda: sft("--evaluation_data.source=x.jsonl"), "evaluation_data.source"),
+        (lambda: preferences("--evaluation_data.source=x.jsonl"), "evaluation_data.source"),
+        (lambda: preferences("--data.rejected_key=x"), "data.rejected_key"),
         (lambda: pipeline("--rl.data.source=x.jsonl"), "rl.data.source"),
         (lambda: pipeline("--sft.data.prompt_key=x"), "sft.data.prompt_key"),
         (lambda: evaluation("--evaluation.data.label_key=x"), "evaluation.data.label_key"),
+        (
+            lambda: evaluation(
+                "--evaluation.other_data.math.source=d.jsonl",
+                "--evaluation.other_data.math.label_key=x",
+                "--evaluation.other_data.math.max_prompt_tokens=9",
+            ),
+            "evaluation.other_data.math.label_key",
+        ),
     ],
 )
 def test_a_problem_with_data_names_the_section_it_is_in(files: Path, config: Callable[[], Any], key: str) -> None:
@@ -251,6 +347,15 @@ def test_a_reward_that_cannot_be_found_is_refused(files: Path, function: str, wo
     assert text.startswith("reward.function") and words in text
     text = problem(pipeline(f"--rl.reward.function={function}"), ConfigError)
     assert text.startswith("rl.reward.function") and words in text
+
+
+@pytest.mark.parametrize("key", ["advantage", "policy_loss", "shaping.function"])
+def test_a_function_of_the_algorithm_that_cannot_be_found_is_refused(files: Path, key: str) -> None:
+    check_config(rl(f"--algorithm.{key}=rewards.py:score"))
+    text = problem(rl(f"--algorithm.{key}=rewards.py:scroe"), ConfigError)
+    assert text.startswith(f"algorithm.{key} 'rewards.py:scroe'") and "did you mean 'score'?" in text
+    text = problem(pipeline(f"--rl.algorithm.{key}=nowhere.py:score"), ConfigError)
+    assert text.startswith(f"rl.algorithm.{key} 'nowhere.py:score': there is no file")
 
 
 def test_a_reward_given_from_python_takes_the_place_of_a_named_one(files: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from slipstream.config.loader import load_config
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError, DataError
 from slipstream.workflows.dry_run import DryRun, Machine, dry_run, measure_work, print_dry_run, visible_gpus
@@ -40,9 +41,10 @@ def rl(*overrides: str) -> RLConfig:
     return load_config(RLConfig, None, [*base, "--reward.function=number", *overrides])
 
 
-def evaluation(source: str) -> EvaluateConfig:
+def evaluation(source: str, *overrides: str) -> EvaluateConfig:
     base = ["--output_dir=out", "--model.path=some/model", f"--evaluation.data.source={source}"]
-    return load_config(EvaluateConfig, None, [*base, "--reward.function=number", "--evaluation.samples_per_prompt=4"])
+    settings = ["--reward.function=number", "--evaluation.samples_per_prompt=4", *overrides]
+    return load_config(EvaluateConfig, None, [*base, *settings])
 
 
 def shown(plan: DryRun) -> str:
@@ -68,6 +70,10 @@ def test_the_work_of_sft_is_steps_times_batch(files: Path) -> None:
 def test_the_work_of_an_evaluation_is_every_prompt_sampled_and_once_greedy(files: Path) -> None:
     assert measure_work(evaluation("d.jsonl")).sequences == 3 * (4 + 1)
     assert measure_work(evaluation("openai/gsm8k")).sequences is None
+    longer = ["--evaluation.other_data.more.source=d.jsonl", "--evaluation.other_data.more.max_prompt_tokens=600"]
+    work = measure_work(evaluation("d.jsonl", *longer))
+    assert (work.sequences, work.max_tokens) == (6 * (4 + 1), 6 * (4 + 1) * (600 + 256))
+    assert measure_work(evaluation("openai/gsm8k", *longer)).sequences is None
     assert "as many sequences as the data has prompts" in shown(dry_run(evaluation("openai/gsm8k"), machine=MACHINE))
 
 
@@ -77,6 +83,38 @@ def test_a_pipeline_shows_both_stages_resolved_with_work_and_memory(files: Path)
     assert "Work: 5 steps x 4 sequences = 20 sequences, 5 optimizer steps, at most 2,560 tokens" in text
     assert "rollout engine 0" in text and "reward worker 0" in text and "learner rank 0" in text
     assert "Nothing was started." in text
+
+
+def test_a_critic_is_shown_with_its_memory(files: Path) -> None:
+    plan = dry_run(pipeline("--rl.algorithm=ppo"), machine=MACHINE)
+    text = shown(plan)
+    assert "critic rank 0" in text
+    assert "Learner, critic and rollout engines take turns" in text
+    memory = {process.name: process for process in plan.stages[1].memory or []}
+    assert memory["critic rank 0"].parts["optimizer"] == memory["learner rank 0"].parts["optimizer"]
+
+
+def test_a_reward_model_is_shown_with_its_memory(files: Path, tiny_policy: Path, tiny_reward_model: Path) -> None:
+    sizes = ["--data.max_prompt_tokens=40", "--rollout.max_response_tokens=16"]
+    keys = [f"--model.path={tiny_policy}", f"--reward.model={tiny_reward_model}", "--reward.function=null", *sizes]
+    plan = dry_run(rl(*keys), machine=MACHINE)
+    text = shown(plan)
+    assert "reward engine" in text and "reward worker" not in text
+    [scoring] = [process for process in plan.stages[0].memory or [] if process.name == "reward engine"]
+    [learner] = [process for process in plan.stages[0].memory or [] if process.name == "learner rank 0"]
+    head = 64 * 4
+    assert scoring.parts["weights"] == learner.parts["weights"] + head
+    absent = dry_run(rl(*keys, "--reward.model=some-organisation/some-model"), machine=MACHINE)
+    assert absent.stages[0].memory is None
+
+
+def test_the_training_of_a_reward_model_is_planned_in_pairs(files: Path) -> None:
+    (files / "p.jsonl").write_text('{"prompt": "1+1", "chosen": "2", "rejected": "3"}\n')
+    base = ["--steps=5", "--output_dir=o", "--model.path=some/model", "--data.source=p.jsonl", "--batch_size=4"]
+    plan = dry_run(load_config(RewardModelConfig, None, [*base, "--max_tokens=100"]), machine=MACHINE)
+    [stage] = plan.stages
+    assert (stage.name, stage.work.sequences, stage.work.max_tokens) == ("reward-model", 40, 4000)
+    assert [actor.role for actor in stage.placement.actors] == ["controller", "learner"]
 
 
 def test_a_model_that_is_not_here_yet_has_no_estimate(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
 """The memory estimate follows from sizes: each part is checked against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipstream.cluster.placement import plan_placement
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import (
     AlgorithmConfig,
     DataConfig,
@@ -12,6 +15,7 @@ from slipstream.config.schema import (
     RolloutConfig,
     TrainingConfig,
 )
+from slipstream.rewards.model import TOKENS_PER_BATCH
 from slipstream.workflows.memory_estimate import (
     activation_bytes,
     estimate_memory,
@@ -33,22 +37,24 @@ FACTS = ModelFacts(
 )
 
 
-def config(*, kl: float = 0.0, engine: str = "vllm", ranks: int = 1) -> RLConfig:
+def config(
+    *, kl: float = 0.0, engine: str = "vllm", ranks: int = 1, advantage: str = "group", reward_model: str | None = None
+) -> RLConfig:
     return RLConfig(
         steps=1,
         output_dir="o",
         model=ModelConfig(path="m"),
         data=DataConfig(source="d.jsonl", max_prompt_tokens=100),
-        reward=RewardConfig(function="number"),
+        reward=RewardConfig(function="number", model=reward_model),
         rollout=RolloutConfig(engine=engine, max_response_tokens=28, max_concurrent_sequences=10),  # type: ignore[arg-type]
-        algorithm=AlgorithmConfig(kl_coefficient=kl),
+        algorithm=AlgorithmConfig(kl_coefficient=kl, advantage=advantage),
         training=TrainingConfig(ranks=ranks, tokens_per_micro_batch=1000, logits_chunk_tokens=50),
     )
 
 
-def parts(name: str, configuration: RLConfig) -> dict[str, int]:
+def parts(name: str, configuration: RLConfig | RewardModelConfig, **others: ModelFacts) -> dict[str, int]:
     placement = plan_placement(configuration, cpus=2, gpus=0)
-    processes = estimate_memory(configuration, placement, FACTS, "float32")
+    processes = estimate_memory(configuration, placement, FACTS, "float32", **others)
     return next(process.parts for process in processes if process.name == name)
 
 
@@ -111,6 +117,37 @@ def test_the_formula_of_the_activations_counts_what_autograd_saves_of_a_llama_bl
 def test_a_reference_model_only_counts_where_the_loss_has_a_kl_term() -> None:
     assert "reference" not in parts("learner rank 0", config())
     assert parts("learner rank 0", config(kl=0.1))["reference"] == 4 * PARAMETERS
+
+
+def test_a_critic_rank_takes_what_a_rank_takes_to_train_but_no_logits_reference_or_weights_in_transit() -> None:
+    settings = config(kl=0.1, advantage="gae")
+    learner, critic = parts("learner rank 0", settings), parts("critic rank 0", settings)
+    assert critic == {name: learner[name] for name in ("base", "weights", "gradients", "optimizer", "activations")}
+
+
+def test_a_critic_with_a_model_of_its_own_is_estimated_from_that() -> None:
+    twice = replace(FACTS, parameters=2 * PARAMETERS)
+    assert parts("critic rank 0", config(advantage="gae"), critic=twice)["weights"] == 8 * PARAMETERS
+    assert parts("learner rank 0", config(advantage="gae"), critic=twice)["weights"] == 4 * PARAMETERS
+
+
+def test_a_reward_model_that_scores_takes_its_weights_and_one_block_of_a_forward_pass() -> None:
+    twice = replace(FACTS, parameters=2 * PARAMETERS)
+    scoring = parts("reward engine", config(reward_model="m"), reward_model=twice)
+    assert scoring["weights"] == 8 * PARAMETERS
+    one_block = replace(FACTS, layers=1)
+    expected = activation_bytes(one_block, tokens=TOKENS_PER_BATCH, dtype="float32", checkpointing=False)
+    assert scoring["activations"] == expected
+    assert "optimizer" not in scoring and parts("reward worker 0", config(reward_model="m"))
+
+
+def test_training_a_reward_model_takes_no_logits_and_a_micro_batch_holds_a_whole_pair() -> None:
+    settings = RewardModelConfig.model_validate(
+        {"steps": 1, "output_dir": "o", "model": {"path": "m"}, "data": {"source": "d.jsonl"}, "max_tokens": 3000}
+    )
+    found = parts("learner rank 0", settings)
+    assert found["activations"] == activation_bytes(FACTS, tokens=6000, dtype="float32", checkpointing=False)
+    assert "logits" not in found
 
 
 def test_a_micro_batch_is_never_shorter_than_the_longest_sequence() -> None:

@@ -4,12 +4,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
-from slipstream.config.loader import load_config
+from slipstream.config.loader import load_config, validate_config
 from slipstream.config.schema import SFTConfig
-from slipstream.workflows.sft import load_sft_data
+from slipstream.data.trajectory import TrainingExample
+from slipstream.errors import ConfigError
+from slipstream.workflows.sft import SFTData, SFTRun, load_sft_data
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +100,34 @@ def test_held_out_rows_are_not_trained_on(tiny_policy: Path, tmp_path: Path, wri
     assert (len(training), len(evaluation)) == (4, 2)
     held = {tuple(example.tokens.tolist()) for example in evaluation}
     assert held.isdisjoint(tuple(example.tokens.tolist()) for example in training)
+
+
+def make_run(tmp_path: Path, held_out_losses: list[float], **settings: Any) -> SFTRun:
+    """A run of at most 8 steps whose learner only reports held-out losses, one after another."""
+    data = {"source": "rows.jsonl", "response_key": "response"}
+    values = {"steps": 8, "output_dir": str(tmp_path), "model": {"path": "m"}, "data": data, "evaluation_data": data}
+    config = validate_config(SFTConfig, values | {"batch_size": 1, "evaluate_every_steps": 2} | settings)
+    example = TrainingExample("0", np.arange(3), np.arange(3) > 0)
+    run = SFTRun(config, SFTData([example], [example]), directory=MagicMock())
+    run.objective, run.records, run.learner = MagicMock(), MagicMock(), MagicMock()
+    run.learner.update.return_value = {"loss": 1.0, "skipped": 0.0}
+    run.learner.loss.side_effect = [{"loss": loss} for loss in held_out_losses]
+    while not run.is_done:
+        run.train_step()
+    return run
+
+
+def test_it_ends_and_saves_once_the_held_out_loss_is_low_enough(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [0.9, 0.5, 0.4], stop_at_loss=0.5)
+    assert run.step == 4
+    assert [call.args[0] for call in run.records.save_checkpoint.call_args_list] == [4]
+    restored = make_run(tmp_path, [0.9] * 4, stop_at_loss=0.5)
+    assert restored.step == 8, "a loss that is never reached changes nothing"
+    restored.step = 4
+    restored._restore_state(run._state())
+    assert restored.is_done, "a run that was resumed after its end has nothing to do"
+
+
+def test_a_loss_to_stop_at_needs_held_out_rows_and_a_time_to_look(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="stop_at_loss needs evaluation_data and evaluate_every_steps"):
+        make_run(tmp_path, [], stop_at_loss=0.5, evaluate_every_steps=0)

@@ -10,13 +10,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.base import Section
+from slipstream.config.evaluation import FIRST_SET
 from slipstream.config.loader import dump_config, pipeline_stages
+from slipstream.config.reward_model import SCORE_MOMENTS, RewardModelConfig, SupervisedConfig
 from slipstream.config.schema import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    AlgorithmConfig,
     DataConfig,
     EvaluateConfig,
     EvaluationConfig,
@@ -28,12 +34,14 @@ from slipstream.config.schema import (
 )
 from slipstream.data.source import FILE_TYPES, REASONING_GYM_PREFIX, check_columns, load_rows
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
+from slipstream.import_path import check_function
 from slipstream.observe.run_directory import RunDirectory, differing_keys, parse_config, require_run_or_empty
 from slipstream.rewards.function import check_reward_spec
 from slipstream.workflows.model_facts import (
     has_chat_template,
     local_folder,
     looks_like_path,
+    read_json,
     read_model_facts,
 )
 
@@ -45,7 +53,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 REASONING_GYM_COLUMNS = ("question", "answer", "metadata")
 
-Workflow = RLConfig | SFTConfig | EvaluateConfig | PipelineConfig
+Workflow = RLConfig | SFTConfig | RewardModelConfig | EvaluateConfig | PipelineConfig
 
 
 def check_config(config: Workflow, *, reward: Callable[..., Any] | None = None) -> None:
@@ -97,9 +105,93 @@ def check_output_dir(config: Workflow) -> None:
     )
 
 
-def check_model(config: RLConfig | SFTConfig | EvaluateConfig) -> None:
+def check_model(config: RLConfig | SupervisedConfig | EvaluateConfig) -> None:
     """Raise ModelError where a local model folder lacks configuration, weights, tokenizer or chat template."""
-    path = config.model.path
+    folder = _check_folder(config.model.path)
+    if folder is None:
+        return
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"model.path: folder {config.model.path!r} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}: "
+            "save it there with tokenizer.save_pretrained"
+        )
+    for key, data in _data_of(config):
+        if data.apply_chat_template and not has_chat_template(folder):
+            raise ModelError(
+                f"model.path: the tokenizer in {config.model.path!r} has no chat template; use a chat model, or set "
+                f"{key}.apply_chat_template false and write the prompt with {key}.prompt_template"
+            )
+
+
+def check_critic(config: RLConfig, *, prefix: str = "") -> None:
+    """Raise ModelError where a local folder for the critic is none, or its tokens are not those of the policy.
+
+    Raises ConfigError where the longest sequence would not fit it.
+    """
+    path = config.critic.path
+    if not config.has_critic or path is None:
+        return
+    _check_reader(path, config.model.path, key=f"{prefix}critic.path", model="the critic")
+    check_lengths(config, model_limit(path), prefix=prefix, model="the critic")
+
+
+def check_reward_model(config: RLConfig | EvaluateConfig, *, prefix: str = "") -> None:
+    """Raise ModelError where a local folder for the reward model is none, or its tokens are not those of the policy.
+
+    Raises ConfigError where the longest sequence would not fit it.
+    """
+    path, key = config.reward.model, f"{prefix}reward.model"
+    if path is None:
+        if config.reward.normalize_model_scores:
+            raise ConfigError(f"{prefix}reward.normalize_model_scores needs {key}, whose scores it is about")
+        return
+    folder = _check_reader(path, config.model.path, key=key, model="the reward model")
+    if folder is not None:
+        settings = read_json(folder / "config.json")
+        architectures = settings.get("architectures") or []
+        if not any("ForSequenceClassification" in name for name in architectures):
+            raise ModelError(
+                f"{key}: {path!r} is {', '.join(architectures) or 'a model that names no architecture'}, no reward "
+                "model; train one with `slipstream reward-model`"
+            )
+        # Transformers writes no labels where there are two.
+        labels = len(settings.get("id2label") or range(2))
+        if labels != 1:
+            raise ModelError(f"{key}: {path!r} is a classifier with {labels} labels; a reward model has one")
+        if config.reward.normalize_model_scores and SCORE_MOMENTS not in settings:
+            raise ModelError(
+                f"{prefix}reward.normalize_model_scores: {path!r} has no {SCORE_MOMENTS} in its config.json; train it "
+                "with `slipstream reward-model`, or set it false"
+            )
+    check_lengths(config, model_limit(path), prefix=prefix, model="the reward model")
+
+
+def _check_reader(path: str, policy_path: str, *, key: str, model: str) -> Path | None:
+    """The folder of a local model that is to read the policy's tokens; None for a hub name. Raises ModelError."""
+    try:
+        folder = _check_folder(path)
+    except ModelError as error:
+        # The folder does not know which key it stands in.
+        raise ModelError(str(error).replace("model.path:", f"{key}:", 1)) from None
+    policy = local_folder(policy_path)
+    if folder is not None and policy is not None:
+        ours, theirs = _vocabulary(policy), _vocabulary(folder)
+        if ours and theirs and ours != theirs:
+            raise ModelError(
+                f"{key}: the tokenizer in {path!r} has other tokens than that of model.path: {model} would read "
+                "another text; choose a model of the same family"
+            )
+    return folder
+
+
+def _vocabulary(folder: Path) -> Any:
+    """The tokens of a folder's tokenizer with their ids; None where it has no tokenizer.json."""
+    file = folder / "tokenizer.json"
+    return read_json(file).get("model", {}).get("vocab") if file.is_file() else None
+
+
+def _check_folder(path: str) -> Path | None:
+    """The folder of a local model, or None for a name on the hub. Raises ModelError where it lacks something."""
     folder = Path(path)
     if folder.is_file():
         hint = f"; convert it with `slipstream import-gguf {path} FOLDER`" if folder.suffix == ".gguf" else ""
@@ -107,23 +199,13 @@ def check_model(config: RLConfig | SFTConfig | EvaluateConfig) -> None:
     if not folder.is_dir():
         if looks_like_path(path):
             raise ModelError(f"model.path: no folder {path!r}; expected a Hugging Face model folder or a hub name")
-        return
+        return None
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path: folder {path!r} has no config.json; expected a Hugging Face model folder")
     if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(f"model.path: folder {path!r} has no weights; expected {' or '.join(WEIGHT_PATTERNS)}")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(
-            f"model.path: folder {path!r} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}: save it "
-            "there with tokenizer.save_pretrained"
-        )
     read_model_facts(folder)
-    for key, data in _data_of(config):
-        if data.apply_chat_template and not has_chat_template(folder):
-            raise ModelError(
-                f"model.path: the tokenizer in {path!r} has no chat template; use a chat model, or set "
-                f"{key}.apply_chat_template false and write the prompt with {key}.prompt_template"
-            )
+    return folder
 
 
 def model_limit(path: str) -> int | None:
@@ -132,14 +214,20 @@ def model_limit(path: str) -> int | None:
     return None if folder is None else read_model_facts(folder).max_tokens
 
 
-def check_lengths(config: RLConfig | SFTConfig | EvaluateConfig, limit: int | None, *, prefix: str = "") -> None:
-    """Raise ConfigError where the longest sequence would not fit the `limit` tokens the model takes."""
+def check_lengths(
+    config: RLConfig | SupervisedConfig | EvaluateConfig,
+    limit: int | None,
+    *,
+    prefix: str = "",
+    model: str = "the model",
+) -> None:
+    """Raise ConfigError where the longest sequence would not fit the `limit` tokens that a model takes."""
     if limit is None:
         return
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         if config.max_tokens > limit:
             raise ConfigError(
-                f"{prefix}max_tokens ({config.max_tokens}) exceeds the {limit} tokens the model takes "
+                f"{prefix}max_tokens ({config.max_tokens}) exceeds the {limit} tokens {model} takes "
                 "(max_position_embeddings)"
             )
         return
@@ -149,25 +237,36 @@ def check_lengths(config: RLConfig | SFTConfig | EvaluateConfig, limit: int | No
         if total > limit:
             raise ConfigError(
                 f"{prefix}{key}.max_prompt_tokens ({data.max_prompt_tokens}) + {prefix}rollout.max_response_tokens "
-                f"({rollout.max_response_tokens}) = {total} exceeds the {limit} tokens the model takes "
+                f"({rollout.max_response_tokens}) = {total} exceeds the {limit} tokens {model} takes "
                 "(max_position_embeddings)"
             )
 
 
 def check_data(config: DataConfig, *, key: str = "data") -> None:
     """Raise DataError where a local source is missing, empty, unreadable, or lacks a column. `key`: its section."""
-    try:
-        path = Path(config.source).expanduser()
+    path = Path(config.source).expanduser()
+    with naming_section(key):
         if config.source.startswith(REASONING_GYM_PREFIX):
             _check_task(config)
         elif path.exists() and _size_of_data(path) > WHOLE_FILE_BYTES:
             _check_sample(path, config)
         elif path.exists() or _can_only_be_file(config.source):
             load_rows(config)
-    except DataError as error:
-        # The data section does not know where it stands in the configuration.
+
+
+@contextmanager
+def naming_section(key: str) -> Iterator[None]:
+    """Have errors inside the block name the keys of the data section at `key`; it does not know where it stands."""
+    try:
+        yield
+    except (DataError, ModelError, ConfigError) as error:
         fields = "|".join(DataConfig.model_fields)
-        raise DataError(re.sub(rf"\bdata\.(?=(?:{fields})\b)", f"{key}.", str(error))) from None
+        raise type(error)(re.sub(rf"\bdata\.(?=(?:{fields})\b)", f"{key}.", str(error))) from None
+
+
+def evaluation_key(dataset: str) -> str:
+    """Where the section of a held-out set stands in the configuration."""
+    return "evaluation.data" if dataset == FIRST_SET else f"evaluation.other_data.{dataset}"
 
 
 def count_rows(config: DataConfig) -> int | None:
@@ -188,19 +287,25 @@ def _check_pipeline(config: PipelineConfig, *, reward: Callable[..., Any] | None
 
 
 def _check_sources(
-    config: RLConfig | SFTConfig | EvaluateConfig, *, prefix: str, reward: Callable[..., Any] | None
+    config: RLConfig | SupervisedConfig | EvaluateConfig, *, prefix: str, reward: Callable[..., Any] | None
 ) -> None:
     for key, data in _data_of(config):
         check_data(data, key=f"{prefix}{key}")
-    if isinstance(config, RLConfig | EvaluateConfig) and reward is None:
-        _check_reward(config.reward, prefix=prefix)
+    if isinstance(config, RLConfig | EvaluateConfig):
+        _check_reward(config.reward, reward, prefix=prefix)
+        check_reward_model(config, prefix=prefix)
+    if isinstance(config, RLConfig):
+        _check_algorithm(config.algorithm, prefix=prefix)
+        check_critic(config, prefix=prefix)
 
 
-def _check_reward(config: RewardConfig, *, prefix: str) -> None:
+def _check_reward(config: RewardConfig, reward: Callable[..., Any] | None, *, prefix: str) -> None:
+    if reward is not None or (config.function is None and config.model is not None):
+        return
     if config.function is None:
         raise ConfigError(
             f"{prefix}reward.function: missing; expected 'module:function', 'path/to/file.py:function' or the name of "
-            "a built-in rule"
+            "a built-in rule, or else reward.model, the path of a reward model"
         )
     try:
         check_reward_spec(config.function)
@@ -208,15 +313,27 @@ def _check_reward(config: RewardConfig, *, prefix: str) -> None:
         raise type(error)(f"{prefix}{error}") from None
 
 
+def _check_algorithm(config: AlgorithmConfig, *, prefix: str) -> None:
+    """Raise ConfigError where the algorithm names a function of the user that is not there."""
+    functions = {
+        "advantage": None if config.advantage in ADVANTAGES else config.advantage,
+        "policy_loss": None if config.policy_loss in POLICY_LOSSES else config.policy_loss,
+        "shaping.function": config.shaping.function,
+    }
+    for key, function in functions.items():
+        if function is not None:
+            check_function(function, key=f"{prefix}algorithm.{key}")
+
+
 def _data_of(config: Section) -> Iterator[tuple[str, DataConfig]]:
     """The data sections of a workflow by key."""
-    if isinstance(config, RLConfig | SFTConfig):
+    if isinstance(config, RLConfig | SupervisedConfig):
         yield "data", config.data
-    if isinstance(config, SFTConfig) and config.evaluation_data is not None:
+    if isinstance(config, SupervisedConfig) and config.evaluation_data is not None:
         yield "evaluation_data", config.evaluation_data
     evaluation = getattr(config, "evaluation", None)
-    if isinstance(evaluation, EvaluationConfig) and evaluation.data is not None:
-        yield "evaluation.data", evaluation.data
+    if isinstance(evaluation, EvaluationConfig):
+        yield from ((evaluation_key(name), data) for name, data in evaluation.sets.items())
 
 
 def _can_only_be_file(source: str) -> bool:

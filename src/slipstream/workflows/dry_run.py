@@ -7,11 +7,15 @@ are upper bounds and estimates, and are called so.
 import os
 import subprocess
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cluster.placement import Placement, plan_placement
+from slipstream.config.keys import show
 from slipstream.config.loader import dump_config, pipeline_stages
-from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.presets import preset_keys
+from slipstream.config.reward_model import RewardModelConfig, SupervisedConfig
+from slipstream.config.schema import AlgorithmConfig, EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
 from slipstream.workflows.checks import Workflow, check_config, count_rows
 from slipstream.workflows.memory_estimate import GIBIBYTE, ProcessMemory, estimate_memory, longest_sequence
 from slipstream.workflows.model_facts import ModelFacts, local_folder, read_model_facts, scratch_model_facts
@@ -37,8 +41,8 @@ class Machine:
 class Work:
     """How much a stage will do, at most: `max_tokens` counts every sequence at its longest.
 
-    `sequences` are trained on (rl, sft) or generated (evaluate, where None means that the number of prompts is only
-    known once they are loaded). Evaluations during training are not counted.
+    `sequences` are trained on (rl, sft, reward-model) or generated (evaluate, where None means that the number of
+    prompts is only known once they are loaded). Evaluations during training are not counted.
     """
 
     steps: int
@@ -49,10 +53,10 @@ class Work:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One workflow of the run; a pipeline has two. `memory` is None where the model is not on this machine yet."""
+    """One workflow of the run; a pipeline has two. `memory` is None where a model is not on this machine yet."""
 
     name: str
-    config: RLConfig | SFTConfig | EvaluateConfig
+    config: RLConfig | SupervisedConfig | EvaluateConfig
     placement: Placement
     work: Work
     model: ModelFacts | None
@@ -95,7 +99,8 @@ def dry_run(config: Workflow, *, machine: Machine | None = None) -> DryRun:
         return DryRun(config, machine, (_plan("sft", sft, machine, scratch), _plan("rl", rl, machine, scratch)))
     folder = local_folder(config.model.path)
     model = None if folder is None else read_model_facts(folder)
-    name = {RLConfig: "rl", SFTConfig: "sft", EvaluateConfig: "evaluate"}[type(config)]
+    names = {RLConfig: "rl", SFTConfig: "sft", RewardModelConfig: "reward-model", EvaluateConfig: "evaluate"}
+    name = names[type(config)]
     return DryRun(config, machine, (_plan(name, config, machine, model),))
 
 
@@ -131,20 +136,22 @@ def visible_gpus() -> list[str]:
     return names[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
 
 
-def measure_work(config: RLConfig | SFTConfig | EvaluateConfig) -> Work:
+def measure_work(config: RLConfig | SupervisedConfig | EvaluateConfig) -> Work:
     """Steps, sequences and the most tokens of a workflow."""
     sequences: int | None
     if isinstance(config, RLConfig):
-        steps, optimizer_steps = config.steps, config.steps * config.optimizer_steps_per_batch
+        steps, optimizer_steps = config.steps, config.steps * config.optimizer_steps_per_batch * config.epochs_per_batch
         sequences = steps * config.rollout.groups_per_step * config.rollout.samples_per_prompt
-    elif isinstance(config, SFTConfig):
+    elif isinstance(config, SupervisedConfig):
         steps = optimizer_steps = config.steps
-        sequences = steps * config.batch_size
+        sequences = steps * config.batch_size * (2 if isinstance(config, RewardModelConfig) else 1)
     else:
         steps, optimizer_steps = 1, 0
-        prompts = count_rows(config.evaluation.data) if config.evaluation.data is not None else None
+        counts = [count_rows(data) for data in config.evaluation.sets.values()]
+        known = [count for count in counts if count is not None]
         # Every prompt is answered once more, greedily.
-        sequences = None if prompts is None else prompts * (config.evaluation.samples_per_prompt + 1)
+        is_known = len(known) == len(counts)
+        sequences = sum(known) * (config.evaluation.samples_per_prompt + 1) if is_known else None
     max_tokens = None if sequences is None else sequences * longest_sequence(config)
     return Work(steps, optimizer_steps, sequences, max_tokens)
 
@@ -160,14 +167,38 @@ def print_dry_run(plan: DryRun, console: "Console") -> None:
 
 
 def _plan(
-    name: str, config: RLConfig | SFTConfig | EvaluateConfig, machine: Machine, model: ModelFacts | None
+    name: str, config: RLConfig | SupervisedConfig | EvaluateConfig, machine: Machine, model: ModelFacts | None
 ) -> StagePlan:
     placement = plan_placement(config, machine.cpus, machine.gpus)
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if machine.native_bfloat16 else "float32"
-    memory = None if model is None else estimate_memory(config, placement, model, dtype)
+    critic, reward_model = _critic_facts(config, model), _reward_model_facts(config, model)
+    memory = None
+    if model is not None and critic is not None and reward_model is not None:
+        memory = estimate_memory(config, placement, model, dtype, critic=critic, reward_model=reward_model)
     return StagePlan(name, config, placement, measure_work(config), model, dtype, memory)
+
+
+def _critic_facts(config: RLConfig | SupervisedConfig | EvaluateConfig, model: ModelFacts | None) -> ModelFacts | None:
+    """Facts of the model that a critic starts from: the policy's unless it has one of its own."""
+    if not isinstance(config, RLConfig) or not config.has_critic or config.critic.path is None:
+        return model
+    return _facts_of(config.critic.path)
+
+
+def _reward_model_facts(
+    config: RLConfig | SupervisedConfig | EvaluateConfig, model: ModelFacts | None
+) -> ModelFacts | None:
+    """Facts of the reward model; the policy's where there is none to estimate."""
+    if isinstance(config, SupervisedConfig) or config.reward.model is None:
+        return model
+    return _facts_of(config.reward.model)
+
+
+def _facts_of(path: str) -> ModelFacts | None:
+    folder = local_folder(path)
+    return None if folder is None else read_model_facts(folder)
 
 
 def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
@@ -205,8 +236,11 @@ def _print_stage(stage: StagePlan, machine: Machine, console: "Console") -> None
     for process in memory.values():
         table.add_row(process.name, "-", "-", *_memory_cells(process))
     console.print(table)
+    if isinstance(stage.config, RLConfig):
+        console.print(_preset_text(stage.config.algorithm), markup=False)
     if stage.placement.alternating:
-        console.print("Learner and rollout engines take turns; each uses the cores while the other waits.")
+        learner = "Learner, critic" if stage.placement.of_role("critic") else "Learner"
+        console.print(f"{learner} and rollout engines take turns; each uses the cores while the others wait.")
     console.print(_work_text(stage))
     console.print(_memory_text(stage, machine))
 
@@ -217,6 +251,16 @@ def _memory_cells(process: ProcessMemory | None) -> tuple[str, str]:
     large = sorted(process.parts.items(), key=lambda part: -part[1])[:3]
     shown = [f"{name} {_gibibytes(size)}" for name, size in large if size >= SHOWN_BYTES]
     return _gibibytes(process.total_bytes), ", ".join(shown)
+
+
+def _preset_text(algorithm: AlgorithmConfig) -> str:
+    """What the preset set, and what the recipe set otherwise."""
+    resolved = algorithm.model_dump()
+    settings = []
+    for path, value in preset_keys(algorithm.preset).items():
+        found = reduce(lambda section, name: section[name], path.split("."), resolved)
+        settings.append(f"{path} {show(found)}" + ("" if found == value else f" (the preset's is {show(value)})"))
+    return f"Preset {algorithm.preset} sets algorithm: {', '.join(settings) or 'nothing but the defaults'}"
 
 
 def _work_text(stage: StagePlan) -> str:

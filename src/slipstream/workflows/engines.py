@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cluster.calls import RemoteEngine, gather
 from slipstream.cluster.placement import ActorPlacement, Placement, plan_placement
 from slipstream.cluster.session import ClusterSession, await_engines, identify_engines
+from slipstream.config.reward_model import RewardModelConfig, SupervisedConfig
 from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 from slipstream.models.hardware import Hardware, detect_hardware, resolve_dtype
 from slipstream.observe.timeline import Timeline
 from slipstream.rewards.engine import RewardEngine
+from slipstream.rewards.model import RewardModelSpec
 from slipstream.rollout.messages import RolloutEngineSpec
 from slipstream.rollout.stream import Generators
 from slipstream.training.group import LearnerGroup
@@ -23,14 +25,17 @@ from slipstream.weights.publisher import PROBE_TOKENS, WeightPublisher
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slipstream.training.learner import LearnerSpec
+
 REWARD_ENGINE_CPUS = 0.01
 
 
 @dataclass(frozen=True)
 class RLEngines:
-    """All engines of an RL run, ready."""
+    """All engines of an RL run, ready. `critic` is None where the advantage needs no values."""
 
     learner: LearnerGroup
+    critic: LearnerGroup | None
     generators: Generators
     publisher: WeightPublisher
 
@@ -43,16 +48,22 @@ def start_rl_engines(
     timeline: Timeline,
     reward: Callable[..., Any] | None,
 ) -> RLEngines:
-    """Start learner ranks, rollout engines and reward engine, all at once, and wait until each is ready.
+    """Start learner, critic, rollout engines and reward engine, all at once, and wait until each is ready.
 
     Raises EngineError naming the engine that failed or did not start in time.
     """
     hardware = detect_hardware()
     placement = plan_placement(config, hardware.cpus, hardware.gpus)
-    ranks = _start_learner(session, config, placement, temperature=config.rollout.temperature)
+    # In this order: on shared GPUs each kind finds its place beside the ones before it (cluster/placement.py).
+    spec, start_timeout_s = _policy_spec(config, temperature=config.rollout.temperature), config.cluster.start_timeout_s
+    ranks = _start_ranks(session, placement.of_role("learner"), spec, start_timeout_s=start_timeout_s)
+    critic_ranks = []
+    if config.has_critic:
+        critics = placement.of_role("critic")
+        critic_ranks = _start_ranks(session, critics, _critic_spec(config), start_timeout_s=start_timeout_s)
     rollout_engines = _start_rollout_engines(session, config, placement, hardware)
-    reward_engine = _start_reward_engine(session, config, reward)
-    await_engines(session.engines, deadline_s=config.cluster.start_timeout_s)
+    reward_engine = _start_reward_engine(session, config, reward, placement=placement, hardware=hardware)
+    await_engines(session.engines, deadline_s=start_timeout_s)
     learner = _learner_group(config, ranks)
     channel = _weight_channel(config, session, rollout_engines, ranks)
     publisher = WeightPublisher(
@@ -65,16 +76,30 @@ def start_rl_engines(
         call_timeout_s=config.cluster.call_timeout_s,
     )
     generators = _generators(config, rollout_engines, reward_engine, tokenizer=tokenizer, timeline=timeline)
-    return RLEngines(learner, generators, publisher)
+    critic = _learner_group(config, critic_ranks) if critic_ranks else None
+    return RLEngines(learner, critic, generators, publisher)
 
 
 def start_sft_learner(session: ClusterSession, config: SFTConfig) -> LearnerGroup:
     """Start the learner ranks of supervised fine-tuning and wait until each is ready."""
+    return _start_supervised_learner(session, config, _policy_spec(config, temperature=1.0))
+
+
+def start_reward_model_learner(session: ClusterSession, config: RewardModelConfig) -> LearnerGroup:
+    """Start the learner ranks of a reward model and wait until each is ready."""
+    spec = replace(_policy_spec(config, temperature=1.0), role="reward_model")
+    return _start_supervised_learner(session, config, spec, examples_per_unit=2)
+
+
+def _start_supervised_learner(
+    session: ClusterSession, config: SupervisedConfig, spec: LearnerSpec, *, examples_per_unit: int = 1
+) -> LearnerGroup:
     hardware = detect_hardware()
     placement = plan_placement(config, hardware.cpus, hardware.gpus)
-    ranks = _start_learner(session, config, placement, temperature=1.0)
-    await_engines(ranks, deadline_s=config.cluster.start_timeout_s)
-    return _learner_group(config, ranks)
+    start_timeout_s = config.cluster.start_timeout_s
+    ranks = _start_ranks(session, placement.of_role("learner"), spec, start_timeout_s=start_timeout_s)
+    await_engines(ranks, deadline_s=start_timeout_s)
+    return _learner_group(config, ranks, examples_per_unit=examples_per_unit)
 
 
 def start_evaluation_engines(
@@ -89,58 +114,86 @@ def start_evaluation_engines(
     hardware = detect_hardware()
     placement = plan_placement(config, hardware.cpus, hardware.gpus)
     rollout_engines = _start_rollout_engines(session, config, placement, hardware)
-    reward_engine = _start_reward_engine(session, config, reward)
+    reward_engine = _start_reward_engine(session, config, reward, placement=placement, hardware=hardware)
     await_engines(session.engines, deadline_s=config.cluster.start_timeout_s)
     return _generators(config, rollout_engines, reward_engine, tokenizer=tokenizer, timeline=timeline)
 
 
-def _start_learner(
-    session: ClusterSession, config: RLConfig | SFTConfig, placement: Placement, *, temperature: float
-) -> list[RemoteEngine]:
+def _policy_spec(config: RLConfig | SupervisedConfig, *, temperature: float) -> LearnerSpec:
+    """What all ranks of the policy have in common."""
     # Only here: it imports torch, and bad input is to be refused at once.
-    from slipstream.training.learner import LearnerRank, LearnerSpec
+    from slipstream.training.learner import LearnerSpec
 
-    actors = placement.of_role("learner")
-    steps_per_batch = config.optimizer_steps_per_batch if isinstance(config, RLConfig) else 1
+    return LearnerSpec(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        training=config.training,
+        temperature=temperature,
+        total_optimizer_steps=_optimizer_steps(config, waits_for_critic=True),
+        load_reference=isinstance(config, RLConfig) and config.algorithm.kl_coefficient > 0,
+        seed=config.seed,
+        rank=0,
+        world_size=config.training.ranks,
+        activation_checkpointing=config.model.activation_checkpointing,
+        timeout_s=config.cluster.call_timeout_s,
+    )
+
+
+def _critic_spec(config: RLConfig) -> LearnerSpec:
+    """What all ranks of the critic have in common: what it has no keys of its own for is as in the policy."""
+    path = config.critic.path
+    return replace(
+        _policy_spec(config, temperature=1.0),
+        role="critic",
+        model_path=config.model.path if path is None else path,
+        model_key="model.path" if path is None else "critic.path",
+        training=config.training.model_copy(update={"learning_rate": config.critic.learning_rate}),
+        total_optimizer_steps=_optimizer_steps(config, waits_for_critic=False),
+        load_reference=False,
+    )
+
+
+def _optimizer_steps(config: RLConfig | SupervisedConfig, *, waits_for_critic: bool) -> int:
+    """Where the schedule of the learning rate ends. The policy does not learn while the critic warms up."""
+    if isinstance(config, SupervisedConfig):
+        return config.steps
+    waiting = config.critic.warmup_steps if config.has_critic and waits_for_critic else 0
+    return max(config.steps - waiting, 1) * config.optimizer_steps_per_batch * config.epochs_per_batch
+
+
+def _start_ranks(
+    session: ClusterSession,
+    actors: Sequence[ActorPlacement],
+    spec: LearnerSpec,
+    *,
+    start_timeout_s: float,
+) -> list[RemoteEngine]:
+    """Make the ranks of one learner and wait until their processes run; `start` is left to the caller."""
+    from slipstream.training.learner import LearnerRank
+
     ranks = []
     for rank, actor in enumerate(actors):
-        spec = LearnerSpec(
-            model_path=config.model.path,
-            dtype=config.model.dtype,
-            training=config.training.model_copy(update={"threads": actor.threads}),
-            temperature=temperature,
-            total_optimizer_steps=config.steps * steps_per_batch,
-            load_reference=isinstance(config, RLConfig) and config.algorithm.kl_coefficient > 0,
-            seed=config.seed,
-            rank=rank,
-            world_size=len(actors),
-            activation_checkpointing=config.model.activation_checkpointing,
-            timeout_s=config.cluster.call_timeout_s,
-        )
-        ranks.append(_start_actor(session, actor, LearnerRank, spec))
+        training = spec.training.model_copy(update={"threads": actor.threads})
+        ranks.append(_start_actor(session, actor, LearnerRank, replace(spec, rank=rank, training=training)))
     # The ranks meet where rank 0 turned out to be, at a port that is free there.
-    identify_engines(ranks, deadline_s=config.cluster.start_timeout_s)
-    meeting_point = _meeting_point(ranks, config)
+    identify_engines(ranks, deadline_s=start_timeout_s)
+    meeting_point = _meeting_point(ranks[0], deadline_s=start_timeout_s)
     for rank_engine in ranks:
         rank_engine.start_arguments = (meeting_point,)
     return ranks
 
 
-def _meeting_point(ranks: list[RemoteEngine], config: RLConfig | SFTConfig) -> tuple[str, int]:
-    """An address and port that rank 0 holds open for others to come to."""
-    call = ranks[0].submit("meeting_point", ranks[0].address)
-    address, port = gather([call], deadline_s=config.cluster.start_timeout_s)[0]
+def _meeting_point(rank: RemoteEngine, *, deadline_s: float) -> tuple[str, int]:
+    """An address and port that a rank holds open for others to come to."""
+    address, port = gather([rank.submit("meeting_point", rank.address)], deadline_s=deadline_s)[0]
     return address, port
 
 
 def _start_rollout_engines(
     session: ClusterSession, config: RLConfig | EvaluateConfig, placement: Placement, hardware: Hardware
 ) -> list[RemoteEngine]:
-    data = config.data if isinstance(config, RLConfig) else config.evaluation.data
-    assert data is not None
-    longest_prompt = max(
-        data.max_prompt_tokens, config.evaluation.data.max_prompt_tokens if config.evaluation.data else 0
-    )
+    sources = [*config.evaluation.sets.values(), *([config.data] if isinstance(config, RLConfig) else [])]
+    longest_prompt = max(data.max_prompt_tokens for data in sources)
     engines = []
     for index, actor in enumerate(placement.of_role("rollout")):
         spec = RolloutEngineSpec(
@@ -171,13 +224,31 @@ def _start_rollout_engines(
 
 
 def _start_reward_engine(
-    session: ClusterSession, config: RLConfig | EvaluateConfig, reward: Callable[..., Any] | None
+    session: ClusterSession,
+    config: RLConfig | EvaluateConfig,
+    reward: Callable[..., Any] | None,
+    *,
+    placement: Placement,
+    hardware: Hardware,
 ) -> RemoteEngine:
     from slipstream.rewards.pool import pickle_function
 
     function = None if reward is None else pickle_function(reward)
+    arguments = (config.reward, function, os.getcwd())
+    if config.reward.model is None:
+        return session.start_engine("reward engine", RewardEngine, *arguments, cpus=REWARD_ENGINE_CPUS)
+    [actor] = placement.of_role("reward_model")
+    spec = RewardModelSpec(
+        path=config.reward.model,
+        policy_path=config.model.path,
+        dtype=resolve_dtype(config.model.dtype, hardware),
+        threads=actor.threads,
+        normalize=config.reward.normalize_model_scores,
+    )
+    # The number of threads is set in the engine: children that run a function inherit the environment.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"}
     return session.start_engine(
-        "reward engine", RewardEngine, config.reward, function, os.getcwd(), cpus=REWARD_ENGINE_CPUS
+        actor.name, RewardEngine, *arguments, spec, cpus=actor.cpus, gpus=actor.gpus, environment=environment
     )
 
 
@@ -197,11 +268,14 @@ def _start_actor(
     )
 
 
-def _learner_group(config: RLConfig | SFTConfig, ranks: list[RemoteEngine]) -> LearnerGroup:
+def _learner_group(
+    config: RLConfig | SupervisedConfig, ranks: list[RemoteEngine], *, examples_per_unit: int = 1
+) -> LearnerGroup:
     return LearnerGroup(
         ranks,
         tokens_per_micro_batch=config.training.tokens_per_micro_batch,
         call_timeout_s=config.cluster.call_timeout_s,
+        examples_per_unit=examples_per_unit,
     )
 
 
@@ -232,9 +306,7 @@ def _weight_channel(
         kind = "shared_memory" if {engine.node for engine in engines} == {ranks[0].node} else "gloo"
     host, port = "127.0.0.1", 0
     if kind == "gloo":
-        host, port = gather(
-            [ranks[0].submit("meeting_point", ranks[0].address)], deadline_s=config.cluster.start_timeout_s
-        )[0]
+        host, port = _meeting_point(ranks[0], deadline_s=config.cluster.start_timeout_s)
     return ChannelAddress(
         kind=kind,
         run_id=session.run_id,

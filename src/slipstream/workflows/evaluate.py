@@ -10,17 +10,14 @@ from typing import Any
 from slipstream.cluster.session import ClusterSession, terminate_as_interrupt
 from slipstream.config.loader import dump_config
 from slipstream.config.schema import EvaluateConfig
-from slipstream.data.prompts import build_prompts
 from slipstream.data.tokenizer import load_tokenizer
-from slipstream.observe.logs import get_logger
+from slipstream.observe.evaluations import Evaluation
 from slipstream.observe.run_directory import RunDirectory
 from slipstream.workflows.checks import check_config
 from slipstream.workflows.engines import start_evaluation_engines
-from slipstream.workflows.held_out import HeldOutPrompts
+from slipstream.workflows.held_out import HeldOutPrompts, load_held_out
 from slipstream.workflows.records import RunRecords
-from slipstream.workflows.rl import require_one_reward
-
-logger = get_logger("evaluate")
+from slipstream.workflows.rl import require_reward
 
 
 def evaluate(config: EvaluateConfig, *, reward: Callable[..., Any] | None = None) -> dict[str, Any]:
@@ -28,16 +25,14 @@ def evaluate(config: EvaluateConfig, *, reward: Callable[..., Any] | None = None
 
     `reward` may be a function in place of `reward.function` in the configuration.
     """
-    require_one_reward(config.reward.function, reward)
+    require_reward(config.reward, reward)
     check_config(config, reward=reward)
-    assert config.evaluation.data is not None
     started = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(terminate_as_interrupt())
         # Before there is a run directory: data that cannot be used leaves nothing behind.
         tokenizer = load_tokenizer(config.model.path)
-        prompts, report = build_prompts(config.evaluation.data, tokenizer)
-        logger.info(f"held-out prompts: {report}")
+        sets = load_held_out(config.evaluation, tokenizer)
         directory = stack.enter_context(RunDirectory.create(config.output_dir, dump_config(config), "evaluate"))
         records = stack.enter_context(RunRecords(directory, config.tracking, title="evaluate", total_steps=1, keep=1))
         session = stack.enter_context(ClusterSession(config.cluster, log_folder=directory.path / "logs"))
@@ -46,15 +41,28 @@ def evaluate(config: EvaluateConfig, *, reward: Callable[..., Any] | None = None
                 session, config, tokenizer=tokenizer, timeline=records.timeline, reward=reward
             )
         with records.console.phase("evaluating"):
-            evaluation = HeldOutPrompts(prompts, generators, config).evaluate(step=0, policy_version=0)
-        records.write_evaluation(evaluation)
+            evaluations = HeldOutPrompts(sets, generators, config).evaluate(step=0, policy_version=0)
+        records.write_evaluations(evaluations)
         return records.finish(
             {
                 "workflow": "evaluate",
-                "accuracy": evaluation.sampled_accuracy,
-                "greedy_accuracy": evaluation.greedy_accuracy,
-                "prompts": evaluation.prompts,
+                **_result(evaluations[0]),
+                "other_data": {evaluation.dataset: _result(evaluation) for evaluation in evaluations[1:]},
                 "seconds": round(time.monotonic() - started, 1),
                 "run_dir": str(directory.path),
             }
         )
+
+
+def _result(evaluation: Evaluation) -> dict[str, Any]:
+    """What the summary says of one held-out set."""
+    return {
+        "accuracy": evaluation.sampled_accuracy,
+        "greedy_accuracy": evaluation.greedy_accuracy,
+        **evaluation.pass_at_k,
+        "mean_reward": evaluation.mean_reward,
+        "mean_length": evaluation.mean_length,
+        "truncated_share": evaluation.truncated_share,
+        "unscored": evaluation.unscored,
+        "prompts": evaluation.prompts,
+    }

@@ -4,10 +4,12 @@ Sums what is large and can be counted. Leaves out fragmentation and what grows w
 measured on a CPU machine and are rounded up.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.cluster.placement import Placement, Role
-from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig, TrainingConfig
+from slipstream.config.reward_model import RewardModelConfig, SupervisedConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig, TrainingConfig
+from slipstream.rewards.model import TOKENS_PER_BATCH
 from slipstream.workflows.model_facts import ModelFacts
 
 MEBIBYTE = 1 << 20
@@ -43,9 +45,19 @@ class ProcessMemory:
 
 
 def estimate_memory(
-    config: RLConfig | SFTConfig | EvaluateConfig, placement: Placement, model: ModelFacts, dtype: str
+    config: RLConfig | SupervisedConfig | EvaluateConfig,
+    placement: Placement,
+    model: ModelFacts,
+    dtype: str,
+    *,
+    critic: ModelFacts | None = None,
+    reward_model: ModelFacts | None = None,
 ) -> list[ProcessMemory]:
-    """Memory of each process of `placement`, and of Ray's own. `dtype` is float32 or bfloat16."""
+    """Memory of each process of `placement`, and of Ray's own. `dtype` is float32 or bfloat16.
+
+    `critic` None: the critic starts from the policy's model. It is counted with the vocabulary's matrix all the same.
+    `reward_model` None: it is as large as the policy.
+    """
     processes = []
     for actor in placement.actors:
         parts: dict[str, int] = {}
@@ -53,21 +65,24 @@ def estimate_memory(
             parts = {"base": CONTROLLER_BASE_BYTES}
         elif actor.role == "reward":
             parts = {"base": REWARD_WORKER_BASE_BYTES}
-        elif actor.role == "rollout" and not isinstance(config, SFTConfig):
+        elif actor.role == "rollout" and not isinstance(config, SupervisedConfig):
             parts = _rollout_parts(config, model, dtype, on_gpu=actor.gpus > 0)
         elif actor.role == "learner" and not isinstance(config, EvaluateConfig):
             parts = _learner_parts(config, model, dtype, is_first=actor.name.endswith(" 0"))
+        elif actor.role == "reward_model":
+            parts = _scoring_parts(config, reward_model or model, dtype)
+        elif actor.role == "critic" and isinstance(config, RLConfig):
+            parts = _training_parts(config, critic or model, dtype)
         processes.append(ProcessMemory(actor.name, actor.role, parts))
     return [*processes, ProcessMemory("Ray", None, {"base": RAY_BASE_BYTES})]
 
 
-def longest_sequence(config: RLConfig | SFTConfig | EvaluateConfig) -> int:
+def longest_sequence(config: RLConfig | SupervisedConfig | EvaluateConfig) -> int:
     """Tokens of the longest sequence the configuration allows: prompt and response."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         return config.max_tokens
-    data = config.data if isinstance(config, RLConfig) else config.evaluation.data
-    prompt = data.max_prompt_tokens if data is not None else 0
-    return prompt + config.rollout.max_response_tokens
+    sources = [config.data] if isinstance(config, RLConfig) else list(config.evaluation.sets.values())
+    return max(data.max_prompt_tokens for data in sources) + config.rollout.max_response_tokens
 
 
 def learner_state_bytes(model: ModelFacts, training: TrainingConfig, *, dtype: str) -> dict[str, int]:
@@ -100,14 +115,25 @@ def activation_bytes(model: ModelFacts, *, tokens: int, dtype: str, checkpointin
     return tokens * per_token * width
 
 
-def _learner_parts(config: RLConfig | SFTConfig, model: ModelFacts, dtype: str, *, is_first: bool) -> dict[str, int]:
-    training = config.training
-    tokens = max(training.tokens_per_micro_batch, longest_sequence(config))
-    parts = {"base": LEARNER_BASE_BYTES, **learner_state_bytes(model, training, dtype=dtype)}
+def _training_parts(config: RLConfig | SupervisedConfig, model: ModelFacts, dtype: str) -> dict[str, int]:
+    """What a rank needs to train a model, whatever its head."""
+    unit = longest_sequence(config) * (2 if isinstance(config, RewardModelConfig) else 1)
+    tokens = max(config.training.tokens_per_micro_batch, unit)
+    parts = {"base": LEARNER_BASE_BYTES, **learner_state_bytes(model, config.training, dtype=dtype)}
     parts["activations"] = activation_bytes(
         model, tokens=tokens, dtype=dtype, checkpointing=config.model.activation_checkpointing
     )
-    parts["logits"] = training.logits_chunk_tokens * model.vocabulary_size * FLOAT32_BYTES * LOGITS_COPIES
+    return parts
+
+
+def _learner_parts(
+    config: RLConfig | SupervisedConfig, model: ModelFacts, dtype: str, *, is_first: bool
+) -> dict[str, int]:
+    parts = _training_parts(config, model, dtype)
+    if isinstance(config, RewardModelConfig):
+        return parts
+    chunk = config.training.logits_chunk_tokens
+    parts["logits"] = chunk * model.vocabulary_size * FLOAT32_BYTES * LOGITS_COPIES
     if isinstance(config, RLConfig):
         if config.algorithm.kl_coefficient > 0:
             parts["reference"] = parts["weights"]
@@ -115,6 +141,19 @@ def _learner_parts(config: RLConfig | SFTConfig, model: ModelFacts, dtype: str, 
             # One bucket at a time is on its way to the rollout engines.
             parts["weights in transit"] = min(config.weights.bucket_bytes, model.parameters * BYTES_OF_DTYPE[dtype])
     return parts
+
+
+def _scoring_parts(
+    config: RLConfig | SupervisedConfig | EvaluateConfig, model: ModelFacts, dtype: str
+) -> dict[str, int]:
+    """What a reward model needs to score. A forward pass keeps no more than one block at a time."""
+    tokens = max(TOKENS_PER_BATCH, longest_sequence(config))
+    one_block = replace(model, layers=1)
+    return {
+        "base": TRANSFORMERS_BASE_BYTES,
+        "weights": model.parameters * BYTES_OF_DTYPE[dtype],
+        "activations": activation_bytes(one_block, tokens=tokens, dtype=dtype, checkpointing=False),
+    }
 
 
 def _rollout_parts(config: RLConfig | EvaluateConfig, model: ModelFacts, dtype: str, *, on_gpu: bool) -> dict[str, int]:

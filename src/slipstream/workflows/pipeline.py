@@ -56,7 +56,7 @@ def _run_stages(config: PipelineConfig, directory: RunDirectory) -> dict[str, An
     rl_summary = _finish_stage(rl_config, train_rl)
     summary = {
         "workflow": "pipeline",
-        **{name: value for name, value in rl_summary.items() if "accuracy" in name},
+        **{name: value for name, value in rl_summary.items() if "accuracy" in name or name.startswith("best_")},
         "seconds": round(time.monotonic() - started, 1),
         "steps": rl_summary["steps"],
         "run_dir": str(directory.path),

@@ -9,9 +9,10 @@ from typing import Any
 
 from slipstream.config.schema import TrackingConfig
 from slipstream.data.trajectory import Trajectory
+from slipstream.observe.best import Best, BestPolicy
 from slipstream.observe.checkpoints import CheckpointStore
 from slipstream.observe.console import RunConsole
-from slipstream.observe.evaluations import Evaluation, EvaluationWriter, read_evaluations
+from slipstream.observe.evaluations import Evaluation, EvaluationWriter, by_dataset, read_evaluations
 from slipstream.observe.ledger import Ledger
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.report import write_report
@@ -25,13 +26,21 @@ class RunRecords:
     """Opened with the run directory, closed with the run; a resumed run goes on in the same files."""
 
     def __init__(
-        self, directory: RunDirectory, tracking: TrackingConfig, *, title: str, total_steps: int, keep: int
+        self,
+        directory: RunDirectory,
+        tracking: TrackingConfig,
+        *,
+        title: str,
+        total_steps: int,
+        keep: int,
+        best_metric: str | None = None,
     ) -> None:
         self.directory = directory
         self.tracking = tracking
         self.title = title
         self.total_steps = total_steps
         self.keep = keep
+        self.best_metric = best_metric
         self.console = RunConsole()
         self._stack = ExitStack()
         self._resumed_after: int | None = None
@@ -43,6 +52,7 @@ class RunRecords:
         self.evaluations = EvaluationWriter(directory.evaluations_path)
         self.ledger = Ledger(directory.ledger_path)
         self.checkpoints = CheckpointStore(directory.checkpoints_folder, self.keep)
+        self.best_policy = BestPolicy(directory, self.best_metric)
         for writer in (self.timeline, self.metrics, self.evaluations, self.ledger):
             self._stack.callback(writer.close)
         self.trackers: Trackers | None = None
@@ -57,9 +67,12 @@ class RunRecords:
 
     def restore(self, *, step: int, ledger_state: dict[str, Any]) -> None:
         """Forget what was recorded after `step`, and go on from there."""
+        # An evaluation at step 0 belongs to the start, which a run without checkpoint repeats.
+        repeated_after = step if step else -1
         for writer in (self.metrics, self.evaluations):
-            # An evaluation at step 0 belongs to the start, which a run without checkpoint repeats.
-            writer.truncate_after(step if step else -1)
+            writer.truncate_after(repeated_after)
+        self.best_policy.forget_after(repeated_after)
+        self._protect_best()
         self.ledger.restore(ledger_state)
         self.trackers = Trackers(self.tracking, self.directory.path, name=self.directory.path.name, resumed_after=step)
         self._stack.callback(self.trackers.close)
@@ -76,53 +89,80 @@ class RunRecords:
         self._track(step, line)
         self.console.step(step, self.total_steps, metrics=line)
 
-    def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Record an evaluation everywhere."""
-        self.evaluations.write(evaluation)
-        self._track(
-            evaluation.step,
-            {
-                "evaluation/sampled_accuracy": evaluation.sampled_accuracy,
-                "evaluation/greedy_accuracy": evaluation.greedy_accuracy,
-                "evaluation/response_length": evaluation.mean_length,
-                "evaluation/truncated_share": evaluation.truncated_share,
-            },
-        )
-        self.console.line(
-            f"held-out accuracy after step {evaluation.step}: sampled {evaluation.sampled_accuracy:.1%}, "
-            f"greedy {evaluation.greedy_accuracy:.1%}"
-        )
+    def write_evaluations(self, evaluations: Sequence[Evaluation]) -> Best | None:
+        """Record the evaluation of a step, on all held-out sets, everywhere.
+
+        Returns what makes its policy the best so far, for `keep_best` once there is a checkpoint of it; None if others
+        were as good, or no metric was chosen to judge by.
+        """
+        for evaluation in evaluations:
+            self.evaluations.write(evaluation)
+            self._track(evaluation.step, {f"evaluation/{name}": value for name, value in evaluation.metrics.items()})
+            self.console.evaluation(evaluation)
+        return self._improved(evaluations)
+
+    def best_at(self, step: int) -> Best | None:
+        """What `write_evaluations` returned at `step`, if the run was killed before it could keep that policy."""
+        recorded = read_evaluations(self.directory.evaluations_path)
+        return self._improved([evaluation for evaluation in recorded if evaluation.step == step])
+
+    def keep_best(self, best: Best, export: Callable[[Path], None]) -> None:
+        """Have `export` write the policy of the current step, which is the best so far and has a checkpoint.
+
+        The checkpoint stays until a better policy is kept. If anything fails, the previous best stays.
+        """
+        with self.timeline.span("controller", "keep best"):
+            self.best_policy.keep(best, export)
+        self._protect_best()
+        self.checkpoints.prune(best.step)
+        self.console.line(f"best so far: {best.metric} {best.value:.4g}, kept in {self.directory.best_export_folder}")
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> None:
         """Make the records durable, then have `write` fill the checkpoint of `step`."""
         self.metrics.sync()
+        self.evaluations.sync()
         with self.timeline.span("controller", "checkpoint"):
             self.checkpoints.write(step, write)
 
-    def accuracy_summary(self) -> dict[str, float]:
-        """Accuracies of the first and the last evaluation; empty if there was none."""
-        evaluations = read_evaluations(self.directory.evaluations_path)
-        if not evaluations:
+    def accuracy_summary(self) -> dict[str, Any]:
+        """Accuracies on the first set before and after training, and the best policy; empty if nothing was evaluated.
+
+        `best_step` and `best_value` are there where a metric was chosen to judge by.
+        """
+        first_set = next(iter(by_dataset(read_evaluations(self.directory.evaluations_path)).values()), [])
+        if not first_set:
             return {}
-        before, after = evaluations[0], evaluations[-1]
+        before, after = first_set[0], first_set[-1]
+        best = self.best_policy.best
         return {
             "accuracy_before": before.sampled_accuracy,
             "accuracy_after": after.sampled_accuracy,
             "greedy_accuracy_before": before.greedy_accuracy,
             "greedy_accuracy_after": after.greedy_accuracy,
-        }
+        } | ({} if best is None else {"best_step": best.step, "best_value": best.value})
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Close the files, write summary and report, show the result; returns the summary."""
         self._stack.close()
         self.directory.write_summary(summary)
         report = write_report(self.directory.path)
-        evaluations = read_evaluations(self.directory.evaluations_path)
-        if len(evaluations) > 1:
-            self.console.accuracy_table(evaluations[0], evaluations[-1])
-            self.console.samples_table(evaluations[0], evaluations[-1])
+        sets = by_dataset(read_evaluations(self.directory.evaluations_path))
+        compared = [(evaluations[0], evaluations[-1]) for evaluations in sets.values() if len(evaluations) > 1]
+        if compared:
+            self.console.accuracy_table(compared)
+            self.console.samples_table(*compared[0])
         self.console.line(f"report: {report}")
         return summary
+
+    def _improved(self, evaluations: Sequence[Evaluation]) -> Best | None:
+        if not evaluations:
+            return None
+        metrics = {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}
+        return self.best_policy.improved(evaluations[0].step, evaluations[0].policy_version, metrics=metrics)
+
+    def _protect_best(self) -> None:
+        best = self.best_policy.best
+        self.checkpoints.protected_step = None if best is None else best.step
 
     def _track(self, step: int, values: Mapping[str, Any]) -> None:
         if self.trackers is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.loader import validate_config
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import RLConfig, SFTConfig
 from slipstream.errors import RunDirectoryError
 from slipstream.observe.checkpoints import CheckpointStore
@@ -58,10 +59,10 @@ def _resume(run_dir: Path, workflow: str, *, reward: Callable[..., Any] | None) 
     with RunDirectory.resume(run_dir) as directory:
         settings = parse_config(directory.config_text)
         if directory.workflow == "rl":
-            from slipstream.workflows.rl import require_one_reward, resume_rl
+            from slipstream.workflows.rl import require_reward, resume_rl
 
             rl_config = validate_config(RLConfig, settings)
-            require_one_reward(rl_config.reward.function, reward)
+            require_reward(rl_config.reward, reward)
             checkpoint = _latest_checkpoint(directory, rl_config.checkpoint.keep)
             return resume_rl(rl_config, directory, checkpoint, reward=reward)
         if directory.workflow == "sft":
@@ -69,6 +70,11 @@ def _resume(run_dir: Path, workflow: str, *, reward: Callable[..., Any] | None) 
 
             sft_config = validate_config(SFTConfig, settings)
             return resume_sft(sft_config, directory, _latest_checkpoint(directory, sft_config.checkpoint.keep))
+        if directory.workflow == "reward-model":
+            from slipstream.workflows.reward_model import resume_reward_model
+
+            config = validate_config(RewardModelConfig, settings)
+            return resume_reward_model(config, directory, _latest_checkpoint(directory, config.checkpoint.keep))
         raise RunDirectoryError(
             f"{directory.path} is a run of `slipstream {directory.workflow}`, which has nothing to resume: "
             "start it again with another output_dir"

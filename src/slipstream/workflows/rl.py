@@ -3,7 +3,7 @@
 Four engines do the work and wait to be called: rollout engines generate, the reward engine scores, the learner
 evaluates and learns. The loop below is the whole method. `take` streams groups in as they finish and bounds their
 staleness by admission; with `rollout.max_staleness` 0 that is synchronous training. What the names in the loop stand
-for is put together in `rl_run.py`; the objective is `algorithms/objective.py`.
+for is put together in `rl_run.py`, the algorithm from its pieces in `algorithm.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.loader import dump_config
-from slipstream.config.schema import RLConfig
+from slipstream.config.schema import RewardConfig, RLConfig
 from slipstream.errors import ConfigError
 from slipstream.observe.run_directory import RunDirectory
 from slipstream.workflows.batch import prepare
@@ -29,7 +29,7 @@ def train_rl(config: RLConfig, *, reward: Callable[..., Any] | None = None) -> d
     `reward` may be a function in place of `reward.function` in the configuration: it takes a `ScoredText` and returns
     a number, or named numbers that are summed. Raises a SlipstreamError for anything the user can mend.
     """
-    require_one_reward(config.reward.function, reward)
+    require_reward(config.reward, reward)
     check_config(config, reward=reward)
     # Before there is a run directory: data that cannot be used leaves nothing behind.
     data = load_rl_data(config)
@@ -59,11 +59,16 @@ def _train(
         return run.finish()
 
 
-def require_one_reward(name: str | None, function: Callable[..., Any] | None) -> None:
-    """Raise ConfigError unless the reward is given either by name or as a function."""
-    if (name is None) == (function is None):
+def require_reward(config: RewardConfig, function: Callable[..., Any] | None) -> None:
+    """Raise ConfigError unless there is a reward: a function, by name or as an object, a reward model, or both."""
+    if config.function is not None and function is not None:
         raise ConfigError(
-            "exactly one reward is needed: name it by reward.function in the configuration, or pass reward= in Python"
+            "there are two reward functions: reward.function in the configuration, and reward= in Python; give one"
+        )
+    if config.function is None and function is None and config.model is None:
+        raise ConfigError(
+            "a reward is needed: name a function by reward.function in the configuration, or pass it as reward= in "
+            "Python, or give the path of a reward model as reward.model"
         )
 
 
@@ -73,9 +78,9 @@ def loop(run: RLRun) -> None:
         with run.phase("generate"):
             groups = run.rollouts.take(run.config.rollout.groups_per_step)
         with run.phase("prepare"):
-            batch = prepare(groups, run.config, run.learner)
+            batch = prepare(groups, run.algorithm, run.learner, run.critic)
         with run.phase("train"):
-            metrics = run.learner.update(batch.optimizer_steps, run.objective)
+            metrics = run.train(batch)
         with run.phase("publish"):
             publication = run.rollouts.publish()
         run.record(groups, batch, metrics, publication)

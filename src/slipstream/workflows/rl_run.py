@@ -10,23 +10,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slipstream.config.schema import AlgorithmConfig, RLConfig
+from slipstream.config.schema import RLConfig
 from slipstream.data.cursor import PromptCursor
 from slipstream.data.trajectory import Group
+from slipstream.observe.best import Best
 from slipstream.observe.run_directory import RunDirectory
 from slipstream.rollout.admission import Admission
+from slipstream.rollout.dynamic_sampling import TakeCounts
 from slipstream.rollout.messages import SamplingParameters
 from slipstream.rollout.stream import GroupStream, RolloutStream
+from slipstream.training.group import LearnerGroup
 from slipstream.weights.publisher import PublishReport
+from slipstream.workflows.algorithm import Algorithm
 from slipstream.workflows.batch import TrainingBatch
 from slipstream.workflows.engines import start_rl_engines
 from slipstream.workflows.held_out import HeldOutPrompts, RLData
 from slipstream.workflows.training_run import TrainingRun, numbers
-
-if TYPE_CHECKING:
-    from slipstream.algorithms.objective import PolicyObjective
 
 
 class RLRun(TrainingRun):
@@ -34,6 +35,7 @@ class RLRun(TrainingRun):
 
     config: RLConfig
     rollouts: RolloutStream
+    critic: LearnerGroup | None
     held_out: HeldOutPrompts | None
 
     def __init__(
@@ -42,7 +44,7 @@ class RLRun(TrainingRun):
         super().__init__(directory)
         self.config = config
         self._data = data
-        self.objective = policy_objective(config.algorithm)
+        self.algorithm = Algorithm(config)
         self._reward = reward
         self._phase_seconds: dict[str, float] = {}
 
@@ -54,7 +56,7 @@ class RLRun(TrainingRun):
             engines = start_rl_engines(
                 session, config, tokenizer=data.tokenizer, timeline=self.records.timeline, reward=self._reward
             )
-        self.learner = engines.learner
+        self.learner, self.critic = engines.learner, engines.critic
         self.rollouts = RolloutStream(
             GroupStream(
                 engines.generators,
@@ -65,12 +67,14 @@ class RLRun(TrainingRun):
                 ),
                 samples_per_prompt=config.rollout.samples_per_prompt,
                 purpose="training",
+                greedy_baseline=self.algorithm.needs_greedy_baseline,
             ),
             PromptCursor(data.training, seed=config.seed, shuffle=config.data.shuffle),
             publisher=engines.publisher,
             ledger=self.records.ledger,
             admission=Admission(config.rollout.groups_per_step, config.rollout.max_staleness),
             on_failure=config.reward.on_failure,
+            dynamic_sampling=self.algorithm.dynamic_sampling,
         )
         self.held_out = None
         if data.held_out:
@@ -80,17 +84,20 @@ class RLRun(TrainingRun):
         """Start from the model as it is: bring its weights to the engines, and evaluate it."""
         super().begin()
         self.rollouts.synchronize()
-        self._evaluate()
+        self._keep(self._evaluate())
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint as if the run had never stopped; the engines get its weights."""
         super().restore(checkpoint)
         self.rollouts.synchronize()
+        # The run may have been killed after it saved a policy that was the best, and before it kept it.
+        self._keep(self.records.best_at(self.step))
 
     def _state(self) -> dict[str, Any]:
-        return {"rollouts": self.rollouts.state()}
+        return {"rollouts": self.rollouts.state(), "algorithm": self.algorithm.state()}
 
     def _restore_state(self, state: dict[str, Any]) -> str | None:
+        self.algorithm.restore(state["algorithm"])
         return self.rollouts.restore(state["rollouts"])
 
     @contextmanager
@@ -101,38 +108,84 @@ class RLRun(TrainingRun):
             yield
         self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + time.monotonic() - start
 
+    def train(self, batch: TrainingBatch) -> dict[str, dict[str, Any]]:
+        """The optimizer steps of the critic, where there is one, and of the policy, once the critic has warmed up.
+
+        Returns the metrics of each by role.
+        """
+        metrics = {}
+        if self.critic is not None:
+            metrics["critic"] = self.critic.update(batch.optimizer_steps, self.algorithm.value_objective)
+        if self.critic is None or self.step >= self.config.critic.warmup_steps:
+            metrics["policy"] = self.learner.update(batch.optimizer_steps, self.algorithm.objective)
+        return metrics
+
     def record(
-        self, groups: Sequence[Group], batch: TrainingBatch, metrics: dict[str, Any], publication: PublishReport
+        self,
+        groups: Sequence[Group],
+        batch: TrainingBatch,
+        metrics: dict[str, dict[str, Any]],
+        publication: PublishReport,
     ) -> None:
         """Close the step: metrics, ledger, samples; then evaluate and save where they are due."""
         self.step += 1
         self._close_groups(groups, batch, metrics)
-        line = batch.metrics | policy_metrics(metrics) | {"weights/probe_difference": publication.probe_difference}
+        line = batch.metrics | {"weights/probe_difference": publication.probe_difference}
+        for role, values in metrics.items():
+            line |= {f"{role}/{name}": value for name, value in numbers(values).items()}
+        if self.algorithm.needs_reference:
+            line["kl/coefficient"] = self.algorithm.kl_coefficient
+        if self.algorithm.dynamic_sampling is not None:
+            line |= _sampled(batch.metrics["reward/mean"], len(groups), self.rollouts.last_take)
         line |= self._measured(groups, publication)
         shown = [group.trajectories[0] for group in groups]
         self.records.write_step(self.step, self.rollouts.version, metrics=line, trajectories=shown)
         self._phase_seconds.clear()
-        self.check_finite(metrics)
-        if self.is_due(self.config.evaluation.every_steps):
-            self._evaluate()
-        self.save_if_due()
+        self.check_finite(*metrics.values())
+        self._update_algorithm(batch, metrics)
+        best = self._evaluate() if self.is_due(self.config.evaluation.every_steps) else None
+        self.save_if_due(needed=best is not None)
+        self._keep(best)
+
+    def _update_algorithm(self, batch: TrainingBatch, metrics: dict[str, dict[str, Any]]) -> None:
+        measured_kl = batch.measured_kl
+        if measured_kl is None and "policy" in metrics:
+            measured_kl = metrics["policy"].get("kl")
+        trajectories = self.config.rollout.groups_per_step * self.config.rollout.samples_per_prompt
+        self.algorithm.after_step(self.step, measured_kl=measured_kl, trajectories=trajectories)
+        if self.algorithm.refreshes_reference(self.step):
+            self.learner.refresh_reference()
+
+    def _learners(self) -> dict[str, LearnerGroup]:
+        learners = super()._learners()
+        return learners if self.critic is None else learners | {"critic": self.critic}
 
     def finish(self) -> dict[str, Any]:
         """Check the books, export the policy, write summary and report."""
         self.rollouts.check_ledger()
         return self._finish("rl", self.records.accuracy_summary())
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> Best | None:
+        """Evaluate the policy on all held-out sets; returns what makes it the best so far, if it is."""
         if self.held_out is None:
-            return
+            return None
         with self.records.timeline.span("controller", "evaluate"), self.records.console.phase("evaluating"):
-            evaluation = self.held_out.evaluate(self.step, self.rollouts.version)
-        self.records.write_evaluation(evaluation)
+            evaluations = self.held_out.evaluate(self.step, self.rollouts.version)
+        return self.records.write_evaluations(evaluations)
 
-    def _close_groups(self, groups: Sequence[Group], batch: TrainingBatch, metrics: dict[str, Any]) -> None:
+    def _keep(self, best: Best | None) -> None:
+        """Keep the policy of this step, of which there is a checkpoint, where it is the best so far."""
+        if best is not None:
+            self.records.keep_best(best, self.learner.export)
+
+    def _close_groups(self, groups: Sequence[Group], batch: TrainingBatch, metrics: dict[str, dict[str, Any]]) -> None:
         """Enter in the ledger what became of the groups; each belongs to one of the batch's optimizer steps."""
+        learned = [set(range(len(batch.optimizer_steps))) - set(role["skipped_steps"]) for role in metrics.values()]
+        parts_learned = {step % batch.parts for steps in learned for step in steps}
         for index, group in enumerate(groups):
-            if index * len(batch.optimizer_steps) // len(groups) in metrics["skipped_steps"]:
+            if group.group_id in batch.filtered:
+                self.records.ledger.filtered(group.group_id, batch.filtered[group.group_id])
+            elif index * batch.parts // len(groups) not in parts_learned:
                 self.records.ledger.filtered(group.group_id, "not finite")
             else:
                 self.records.ledger.trained(group.group_id, self.step)
@@ -151,19 +204,13 @@ class RLRun(TrainingRun):
         }
 
 
-def policy_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
-    """What the learner minimizes."""
-    # Only here: it imports torch, and bad input is to be refused at once.
-    from slipstream.algorithms.objective import PolicyObjective
+def _sampled(kept_mean: float, kept: int, counts: TakeCounts) -> dict[str, float]:
+    """What dynamic sampling left out, and the mean reward of all that was sampled: that of the kept groups is biased.
 
-    return PolicyObjective(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        kl_coefficient=algorithm.kl_coefficient,
-        kl_estimator=algorithm.kl_estimator,
-    )
-
-
-def policy_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    """The learner's metrics under the names they have in `metrics.jsonl`."""
-    return {f"policy/{name}": value for name, value in numbers(metrics).items()}
+    Groups are equally large, so each counts the same.
+    """
+    total = kept + counts.filtered
+    return {
+        "dynamic_sampling/groups_filtered": float(counts.filtered),
+        "dynamic_sampling/reward_mean": (kept_mean * kept + sum(counts.filtered_rewards)) / total,
+    }

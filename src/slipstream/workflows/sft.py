@@ -44,7 +44,7 @@ def resume_sft(config: SFTConfig, directory: RunDirectory, checkpoint: Path | No
 def _train(config: SFTConfig, data: SFTData, *, directory: RunDirectory, checkpoint: Path | None) -> dict[str, Any]:
     with SFTRun(config, data, directory=directory) as run:
         start_or_restore(run, checkpoint)
-        while run.step < config.steps:
+        while not run.is_done:
             run.train_step()
         return run.finish()
 
@@ -59,6 +59,7 @@ class SFTRun(TrainingRun):
         self.config = config
         self.held_out = data.held_out
         self.cursor = RowCursor(data.training, seed=config.seed, shuffle=config.data.shuffle)
+        self._is_good_enough = False
 
     def _set_up(self) -> None:
         # Only here: it imports torch, and bad input is to be refused at once.
@@ -71,10 +72,16 @@ class SFTRun(TrainingRun):
             self.learner = start_sft_learner(session, self.config)
 
     def _state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor.state()}
+        return {"cursor": self.cursor.state(), "is_good_enough": self._is_good_enough}
 
     def _restore_state(self, state: dict[str, Any]) -> str | None:
+        self._is_good_enough = state["is_good_enough"]
         return self.cursor.restore(state["cursor"])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done, or the held-out loss is as low as it was to become."""
+        return self.step >= self.config.steps or self._is_good_enough
 
     def train_step(self) -> None:
         """One optimizer step, and what is due after it."""
@@ -92,9 +99,13 @@ class SFTRun(TrainingRun):
         if self.held_out and self.is_due(self.config.evaluate_every_steps):
             held_out = self.learner.loss(with_token_mean_weights(self.held_out), self.objective)
             line["evaluation/loss"] = held_out["loss"]
+            target = self.config.stop_at_loss
+            self._is_good_enough = target is not None and held_out["loss"] <= target
         self.records.write_step(self.step, self.step, metrics=line)
         self.check_finite(metrics)
-        self.save_if_due()
+        self.save_if_due(needed=self._is_good_enough)
+        if self._is_good_enough and self.step < self.config.steps:
+            logger.info(f"stop_at_loss {self.config.stop_at_loss} is reached after {self.step} steps")
 
     def finish(self) -> dict[str, Any]:
         """Export the model, write summary and report."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from slipstream.cluster.session import ClusterSession, terminate_as_interrupt
+from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import RLConfig, SFTConfig
 from slipstream.errors import TrainingError
 from slipstream.observe.logs import get_logger
@@ -32,7 +33,7 @@ class TrainingRun:
     besides the learner and what is kept here; and `begin`, for a run that starts from the beginning.
     """
 
-    config: RLConfig | SFTConfig
+    config: RLConfig | SFTConfig | RewardModelConfig
     learner: LearnerGroup
     records: RunRecords
 
@@ -79,25 +80,32 @@ class TrainingRun:
         warning = self._restore_state(state)
         if warning:
             logger.warning(warning)
-        self.learner.load(checkpoint / "learner")
+        for name, group in self._learners().items():
+            group.load(checkpoint / name)
         logger.info("resumed", step=self.step, checkpoint=str(checkpoint))
 
-    def save_if_due(self) -> None:
-        """Write a checkpoint of the step that has just been recorded, if one is due."""
-        if self.is_due(self.config.checkpoint.every_steps):
+    def save_if_due(self, *, needed: bool = False) -> None:
+        """Write a checkpoint of the step that has just been recorded, if one is due or `needed` all the same."""
+        if needed or self.is_due(self.config.checkpoint.every_steps):
             self.records.save_checkpoint(self.step, self._write_checkpoint)
 
     def is_due(self, every_steps: int) -> bool:
         """Whether something that happens every so many steps, and at the last one, happens at this one."""
         return self.step == self.config.steps or (every_steps > 0 and self.step % every_steps == 0)
 
-    def check_finite(self, metrics: dict[str, Any]) -> None:
-        """Warn of optimizer steps that were skipped; the third step in a row that has some raises TrainingError."""
-        if not metrics["skipped"]:
+    def check_finite(self, *updates: dict[str, Any]) -> None:
+        """Warn of optimizer steps that were skipped; the third step in a row that has some raises TrainingError.
+
+        `updates`: the metrics of each learner's update of this step.
+        """
+        if not any(update["skipped"] for update in updates):
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        culprits = ", ".join(metrics["nonfinite_examples"][:3]) or "none: only the gradients overflowed"
+        culprits = (
+            ", ".join([example for update in updates for example in update["nonfinite_examples"]][:3])
+            or "none: only the gradients overflowed"
+        )
         logger.warning("step skipped: not finite", step=self.step, examples=culprits)
         if self._skipped_in_a_row >= SKIPPED_STEPS_BEFORE_STOP:
             raise TrainingError(
@@ -105,10 +113,19 @@ class TrainingRun:
                 f"{self.step}, examples {culprits}); lower training.learning_rate, or look at these examples"
             )
 
+    def _learners(self) -> dict[str, LearnerGroup]:
+        """All that learn, by the name of their folder in a checkpoint."""
+        return {"learner": self.learner}
+
     def _open_records(self, title: str) -> RunRecords:
         config = self.config
         records = RunRecords(
-            self.directory, config.tracking, title=title, total_steps=config.steps, keep=config.checkpoint.keep
+            self.directory,
+            config.tracking,
+            title=title,
+            total_steps=config.steps,
+            keep=config.checkpoint.keep,
+            best_metric=config.checkpoint.best_metric,
         )
         return self._stack.enter_context(records)
 
@@ -119,7 +136,7 @@ class TrainingRun:
     def _finish(self, workflow: str, results: dict[str, Any]) -> dict[str, Any]:
         """Export the model, write summary and report; returns the summary."""
         with self.records.console.phase("exporting the model"):
-            self.learner.export(self.directory.export_folder)
+            self._export(self.directory.export_folder)
         summary = {
             "workflow": workflow,
             **results,
@@ -129,8 +146,12 @@ class TrainingRun:
         }
         return self.records.finish(summary)
 
+    def _export(self, folder: Path) -> None:
+        self.learner.export(folder)
+
     def _write_checkpoint(self, folder: Path) -> None:
-        self.learner.save(folder / "learner")
+        for name, group in self._learners().items():
+            group.save(folder / name)
         state = self._state() | {
             "step": self.step,
             "elapsed_s": self._elapsed_s(),

@@ -1,0 +1,181 @@
+"""Training a reward model, and a policy from it: learns, repeats, resumes, the same on two ranks, exported whole."""
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config.loader import load_config
+from slipstream.config.reward_model import SCORE_MOMENTS, RewardModelConfig
+from slipstream.config.schema import RewardConfig
+from slipstream.data.preferences import build_preference_pairs
+from slipstream.data.tokenizer import load_tokenizer
+from slipstream.errors import ConfigError
+from slipstream.workflows.reward_model import complete_model_config, load_preference_data
+from slipstream.workflows.rl import require_reward
+
+
+def preferences(numbers: Iterable[int], seed: int) -> list[dict[str, str]]:
+    """Of two digits the larger one is the better answer, whatever the question, which `numbers` stand for."""
+    generator = random.Random(seed)
+    rows = []
+    for number in numbers:
+        worse, better = sorted(generator.sample(range(10), 2))
+        question = f"What is {number % 10} + {number // 10}?"
+        rows.append({"prompt": question, "chosen": str(better), "rejected": str(worse)})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def runs(make_workbench: Any, write_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One configuration: once, once interrupted and resumed, and on two ranks."""
+    bench = make_workbench(tmp_path_factory.mktemp("reward_model"))
+    write_rows(bench.folder / "pairs.jsonl", preferences([*range(80)] * 5, seed=0))
+    write_rows(bench.folder / "held_out.jsonl", preferences([*range(80, 100)] * 2, seed=1))
+    settings = {
+        "steps": 60,
+        "batch_size": 16,
+        "max_tokens": 48,
+        "model.path": str(bench.policy),
+        "model.dtype": "float32",
+        "data.source": "pairs.jsonl",
+        "evaluation_data.source": "held_out.jsonl",
+        "evaluate_every_steps": 20,
+        "training.learning_rate": 1e-3,
+        "training.zero_stage": 1,
+        "training.tokens_per_micro_batch": 200,
+        "checkpoint.every_steps": 10,
+        "tracking.tensorboard": False,
+    }
+    bench.run("reward-model", "once", settings)
+    interrupted = bench.start("reward-model", "resumed", settings)
+    bench.wait_for_step(interrupted, "resumed", 15)
+    interrupted.kill_all()
+    interrupted.finish()
+    bench.resume("resumed")
+    bench.run("reward-model", "ranks", settings | {"training.ranks": 2, "steps": 10})
+    return bench
+
+
+def lines(bench: Any, output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (bench.folder / output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_learns_which_answers_of_held_out_questions_are_better(runs: Any) -> None:
+    measured = {line["step"]: line["evaluation/accuracy"] for line in lines(runs, "once") if "evaluation/loss" in line}
+    assert list(measured) == [20, 40, 60]
+    assert measured[60] > 0.9
+    assert lines(runs, "once")[-1]["evaluation/loss"] < 0.5 * lines(runs, "once")[0]["loss"]
+    summary = json.loads((runs.folder / "once/summary.json").read_text())
+    assert summary["workflow"] == "reward-model" and summary["accuracy"] == measured[60]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_was_killed_and_resumed_is_the_same_run(runs: Any) -> None:
+    assert runs.metrics("resumed") == runs.metrics("once")
+    assert len(runs.metrics("once")) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_train_as_one_does(runs: Any) -> None:
+    for ours, single in zip(lines(runs, "ranks"), lines(runs, "once"), strict=False):
+        assert ours["loss"] == pytest.approx(single["loss"], rel=1e-4)
+        assert (ours["pairs"], ours["accuracy"]) == (16, single["accuracy"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_transformers_loads_the_export_and_gives_the_scores_that_were_measured(runs: Any) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = Path(json.loads((runs.folder / "once/summary.json").read_text())["export"])
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    data = config(runs.folder / "held_out.jsonl", runs.policy).data
+    pairs, _ = build_preference_pairs(data, load_tokenizer(str(runs.policy)), 48)
+    sequences = [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)]
+    batch = tokenizer.pad({"input_ids": [tokens.tolist() for tokens in sequences]}, return_tensors="pt")
+    with torch.no_grad():
+        scores = model(**batch).logits.squeeze(-1)
+    moments = getattr(model.config, SCORE_MOMENTS)
+    assert moments["mean"] == pytest.approx(scores.mean().item(), abs=1e-4)
+    assert moments["std"] == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
+    chosen, rejected = scores.view(-1, 2).unbind(dim=1)
+    assert (chosen > rejected).double().mean().item() == lines(runs, "once")[-1]["evaluation/accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ppo_learns_from_the_reward_model_and_an_evaluation_reads_its_scores(runs: Any) -> None:
+    settings = runs.rl_settings(
+        steps=3, algorithm="ppo", reward__function="null", reward__model="once/export", critic__path="once/export",
+        reward__normalize_model_scores=True, evaluation__data__source=str(runs.rows), evaluation__data__rows=4,
+        evaluation__data__max_prompt_tokens=32, evaluation__success_reward=0.0,
+    )  # fmt: skip
+    runs.run("rl", "ppo", settings)
+    for line in lines(runs, "ppo"):
+        assert line["reward/mean"] == pytest.approx(line["reward_part/model"])
+        assert line["reward/std"] > 0 and abs(line["reward/mean"]) < 10
+    both = settings | {"reward.function": "rewards.py:digest", "steps": 1}
+    runs.run("rl", "both", both)
+    [line] = lines(runs, "both")
+    parts = line["reward_part/model"] + line["reward_part/function"]
+    assert line["reward/mean"] == pytest.approx(parts) and "reward_part/function/digest" in line
+
+
+def config(pairs: Path, policy: Path, **keys: object) -> RewardModelConfig:
+    settings = {"steps": 1, "output_dir": "o", "model.path": policy, "max_tokens": 64, "data.source": pairs} | keys
+    return load_config(RewardModelConfig, None, [f"--{key}={value}" for key, value in settings.items()])
+
+
+def test_held_out_questions_are_not_trained_on(
+    tiny_policy: Path, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    rows = preferences(range(6), seed=1)
+    everything = write_rows(tmp_path / "all.jsonl", rows)
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows[2:4])
+    data = load_preference_data(config(everything, tiny_policy, **{"evaluation_data.source": held_out}))
+    assert [pair.row for pair in data.training] == [0, 1, 4, 5]
+    assert [pair.row for pair in data.held_out] == [0, 1]
+
+
+def score(text: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "function", "problem"),
+    [
+        ({}, score, None),
+        ({"function": "number"}, None, None),
+        ({"model": "m"}, None, None),
+        ({"model": "m", "function": "number"}, None, None),
+        ({"model": "m"}, score, None),
+        ({}, None, "a reward is needed"),
+        ({"function": "number", "model": "m"}, score, "there are two reward functions"),
+    ],
+)
+def test_a_reward_is_one_function_or_a_model_or_both(settings: dict, function: Any, problem: str | None) -> None:
+    if problem is None:
+        require_reward(RewardConfig(**settings), function)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        require_reward(RewardConfig(**settings), function)
+
+
+@pytest.mark.parametrize(("padding_token", "written"), [(0, 0), (3, None), (None, None)])
+def test_a_token_that_ends_answers_is_not_left_as_padding(
+    tmp_path: Path, padding_token: int | None, written: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "pad_token_id": 3}))
+    moments = {"mean": 0.5, "std": 2.0}
+    complete_model_config(tmp_path, moments, padding_token=padding_token, end_tokens={3, 5})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings == {"model_type": "llama", "pad_token_id": written, SCORE_MOMENTS: moments}
