@@ -157,8 +157,8 @@ def run_preset(preset: str, seed: int, *, start: Path, folder: Path, steps: int)
     if preset == REWARD_MODEL_CASE:
         reward_model = make_reward_model(folder / f"reward-model-{seed}", seed, start=start)
         reward = {"model": str(reward_model), "normalize_model_scores": True}
-        algorithm = {"preset": "ppo", "kl_coefficient": 1.0, "kl_control": "adaptive", "kl_target": KL_TARGET}
-        algorithm["kl_horizon"] = 250
+        algorithm = {"preset": "ppo", "kl_coefficient": 0.5, "kl_control": "adaptive", "kl_target": KL_TARGET}
+        algorithm["kl_horizon"] = 1000
         critic["path"] = str(reward_model)
     settings: dict[str, Any] = {
         "seed": seed,

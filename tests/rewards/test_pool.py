@@ -230,7 +230,7 @@ def test_neither_a_name_nor_an_object_is_refused():
     ("source", "config", "error", "message"),
     [
         ("import not_installed", {}, RewardError, "raised ModuleNotFoundError: No module named 'not_installed'"),
-        ("raise SystemExit(4)", {}, RewardError, "raised: SystemExit: 4"),
+        ("raise SystemExit(4)", {}, RewardError, "raised SystemExit: 4"),
         ("import os; os._exit(5)", {}, RewardError, "ended while it imported .* exit code 5"),
         ("def revard(text): return 1", {}, ConfigError, "no function 'reward'; found revard; did you mean 'revard'"),
         ("def reward(text): return 1", {"options": {"x": 1}}, ConfigError, "reward.options do not fit"),
