@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 from slipstream.config.base import Section
-from slipstream.config.keys import ANY_NAME, PIPELINE_STAGES, Key, config_keys, sections_below
+from slipstream.config.generate import GenerateConfig
+from slipstream.config.keys import ANY_NAME, Key, config_keys, sections_below
+from slipstream.config.pipeline import STAGE_VERBS, PipelineConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
-from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "configuration.md"
@@ -21,7 +24,9 @@ WORKFLOWS: dict[str, type[Section]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
     "reward-model": RewardModelConfig,
+    "preference": PreferenceConfig,
     "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
     "pipeline": PipelineConfig,
 }
 
@@ -79,10 +84,11 @@ def _workflow(name: str, kind: type[Section]) -> str:
     purpose = _docstring(kind).partition(": ")[2]
     lines = [f"## slipstream {name}", "", f"{purpose[0].upper()}{purpose[1:]}", "", *_table(own)]
     if kind is PipelineConfig:
-        for stage in PIPELINE_STAGES:
-            description = kind.model_fields[stage].description
-            lines.append(f"| `{stage}.*` | (required) | the keys of [slipstream {stage}](#slipstream-{stage}) | "
-                         f"{_cell(description or '')} |")  # fmt: skip
+        for stage, verb in STAGE_VERBS.items():
+            field = kind.model_fields[stage]
+            default = "(required)" if field.is_required() else "null"
+            lines.append(f"| `{stage}.*` | {default} | the keys of [slipstream {verb}](#slipstream-{verb}) | "
+                         f"{_cell(field.description or '')} |")  # fmt: skip
     return "\n".join([*lines, "", f"Sections: {', '.join(sections)}."])
 
 
@@ -107,8 +113,8 @@ def _heading(section: type[Section]) -> str:
 
 
 def _link(section: type[Section]) -> str:
-    """The address of a section's table: headings lose their dots there."""
-    return f"#{_heading(section).replace('.', '')}"
+    """The address of a section's table: headings lose their dots and capitals there."""
+    return f"#{_heading(section).replace('.', '').lower()}"
 
 
 def _table(keys: list[Key]) -> list[str]:

@@ -139,9 +139,12 @@ def choose_installer(pip: tuple[str, ...], configuration: dict[str, str], uv_pin
     attempt = bootstrap.install("--quiet", uv_pin, quietly=True)
     if attempt.returncode == 0:
         uv = str(ENVIRONMENT / "bin" / "uv")
-        return Installer(
-            (uv, "pip", "install", "--python", str(ENVIRONMENT_PYTHON)), uv_source_arguments(configuration)
-        )
+        command: tuple[str, ...] = (uv, "pip", "install", "--python", str(ENVIRONMENT_PYTHON))
+        # Where Python is told to keep no bytecode (PYTHONDONTWRITEBYTECODE), each of a run's many processes would
+        # compile what it imports anew: seconds of every start. pip compiles by itself, uv only when it is told to.
+        if sys.dont_write_bytecode:
+            command += ("--compile-bytecode",)
+        return Installer(command, uv_source_arguments(configuration))
     say(f"{uv_pin} cannot be had ({last_line(attempt.stdout)}); using pip, which takes longer")
     return bootstrap
 
