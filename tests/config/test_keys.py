@@ -13,8 +13,9 @@ from slipstream.config.keys import (
     keys_below,
     nearest_keys,
 )
+from slipstream.config.pipeline import PipelineConfig
 from slipstream.config.reward_model import RewardModelConfig
-from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 
 KINDS = [RLConfig, SFTConfig, RewardModelConfig, EvaluateConfig, PipelineConfig]
 
@@ -28,7 +29,7 @@ def test_every_key_has_a_description_and_says_what_it_expects(kind: type[Section
 
 def test_sections_inside_sections_are_followed_even_where_they_may_be_null() -> None:
     keys = config_keys(RLConfig)
-    assert keys["evaluation.data.prompt_key"].default == "prompt"
+    assert keys["evaluation.data.prompt_key"].default == "auto"
     assert "evaluation.data" not in keys
 
 

@@ -17,10 +17,11 @@ from slipstream.config.loader import (
     resolve_recipe,
     validate_config,
 )
-from slipstream.config.schema import PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.pipeline import PipelineConfig
+from slipstream.config.schema import RLConfig, SFTConfig
 from slipstream.errors import ConfigError
 
-RL = ["--steps=3", "--output_dir=out", "--model.path=m", "--data.source=d.jsonl", "--reward.function=number"]
+RL = ["--steps=3", "--output_dir=out", "--model.path=m", "--data.source=d.jsonl", "--reward.function=math"]
 PIPELINE = [
     "--output_dir=out",
     "--sft.steps=1",
@@ -28,7 +29,7 @@ PIPELINE = [
     "--sft.data.response_key=r",
     "--rl.steps=1",
     "--rl.data.source=d.jsonl",
-    "--rl.reward.function=number",
+    "--rl.reward.function=math",
 ]
 
 
@@ -111,6 +112,10 @@ def write(folder: Path, text: str) -> Path:
             "--optimizer_steps_per_batch 3",
             "rollout.groups_per_step (16) must be divisible by optimizer_steps_per_batch (3)",
         ),
+        (
+            "--algorithm ppo --critic.warmup_steps 3",
+            "critic.warmup_steps (3) must be less than steps (3): the policy would never be trained",
+        ),
         # What is not an override at all.
         (
             "--steps",
@@ -153,8 +158,8 @@ def test_further_held_out_sets_are_named_by_their_keys(tmp_path: Path) -> None:
         ),
         (
             f"{OTHER}.math.rows=3",
-            "evaluation.other_data.math.source: missing; expected text (Hub dataset name, local file or folder (jsonl, "
-            "json, csv, parquet), or 'reasoning_gym:TASK'.)",
+            "evaluation.other_data.math.source is missing; expected text (Hub dataset name, local file or folder "
+            "(jsonl, json, csv, parquet), or 'reasoning_gym:TASK'.), or several sources in mix",
         ),
         (
             f"{OTHER}.math.source=m {OTHER}.math.rows=0",
@@ -237,8 +242,8 @@ def test_a_mistyped_required_key_is_one_line_not_two() -> None:
 
 
 def test_several_mistakes_are_one_line_each() -> None:
-    lines = mistake(RLConfig, [*RL, "--steps=0", "--frob=1", "--training.ranks=x"]).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["frob", "steps", "training.ranks"]
+    lines = mistake(RLConfig, [*RL, "--steps=0", "--frob=1", "--training.data_parallel=x"]).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["frob", "steps", "training.data_parallel"]
 
 
 def test_no_message_shows_the_library_behind_the_validation() -> None:
@@ -391,7 +396,8 @@ def test_overrides_are_split_at_the_first_equals_sign() -> None:
 
 def test_the_stages_of_a_pipeline_feed_each_other() -> None:
     config = load_config(PipelineConfig, None, [*PIPELINE, "--seed=7", "--rl.training.learning_rate", "1e-4"])
-    sft, reinforcement = pipeline_stages(config)
+    stages = pipeline_stages(config)
+    sft, reinforcement = stages["sft"], stages["rl"]
     assert isinstance(sft, SFTConfig) and isinstance(reinforcement, RLConfig)
     assert (sft.seed, sft.output_dir, sft.model.path) == (7, "out/sft", "out/policy")
     assert (reinforcement.seed, reinforcement.output_dir) == (7, "out/rl")
@@ -410,7 +416,7 @@ def test_the_stages_of_a_pipeline_feed_each_other() -> None:
         (
             "--learning_rate=1",
             "learning_rate: unknown key (value 1); did you mean sft.training.learning_rate or "
-            "rl.training.learning_rate?",
+            "reward_model.training.learning_rate?",
         ),
         ("--rl.training.betas=[1, 2]", "rl.training.betas must lie in [0, 1), found [1.0, 2.0]"),
         (
@@ -420,7 +426,7 @@ def test_the_stages_of_a_pipeline_feed_each_other() -> None:
         ("--rl.seed=1", "rl.seed: a stage's seed is set by the pipeline's own seed; remove it from rl"),
         (
             "--rl.model.path=x",
-            "rl.model.path: a stage's model.path is made by the stage before it; remove it from rl",
+            "rl.model.path: a stage's model.path is made by an earlier stage; remove it from rl",
         ),
         ("--rl.model=5", "rl.model.path: rl.model holds 5, which has no keys below it"),
     ],
@@ -452,3 +458,12 @@ def test_a_recipe_is_found_as_a_path_or_by_the_bare_name_of_a_shipped_one(
 def test_an_unknown_recipe_is_told_what_there_is(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_recipe(name)
+
+
+def test_a_section_that_is_missing_is_named_even_where_none_of_its_keys_must_be_given() -> None:
+    base = ["--steps=1", "--output_dir=o", "--model.path=m"]
+    message = mistake(SFTConfig, base)
+    assert message.startswith("data: missing; expected the keys source, split, ")
+    assert mistake(SFTConfig, [*base, "--dat.source=x"]) == (
+        'dat: unknown key (value {"source": "x"}); did you mean data?'
+    )

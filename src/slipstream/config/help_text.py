@@ -3,8 +3,8 @@
 import textwrap
 
 from slipstream.config.base import Section
-from slipstream.config.keys import PIPELINE_STAGES, Key, config_keys, sections_below
-from slipstream.config.schema import PipelineConfig
+from slipstream.config.keys import Key, config_keys, sections_below
+from slipstream.config.pipeline import STAGE_VERBS, PipelineConfig
 
 LEFT_COLUMN = 44
 
@@ -17,9 +17,10 @@ def describe_keys(kind: type[Section], *, width: int = 120) -> str:
     shown: dict[type[Section], str] = {}
     lines += _lines_below(kind, prefix="", shown=shown, width=width)
     if kind is PipelineConfig:
-        for name in PIPELINE_STAGES:
+        for name, verb in STAGE_VERBS.items():
             description = kind.model_fields[name].description
-            lines += ["", f"{name}.*: {description} The keys are those of `slipstream {name} --help`."]
+            text = f"{name}.*: {description} The keys are those of `slipstream {verb} --help`."
+            lines += ["", *_wrapped(text, width)]
     return "\n".join(lines)
 
 

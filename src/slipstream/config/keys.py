@@ -16,16 +16,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from slipstream.config.base import Section
-from slipstream.config.schema import PipelineConfig, RLConfig, SFTConfig
-
-PIPELINE_STAGES: dict[str, type[Section]] = {"sft": SFTConfig, "rl": RLConfig}
-"""The stages of a pipeline; each is written below its name without the keys in `PIPELINE_OWNED_KEYS`."""
+from slipstream.config.pipeline import PIPELINE_OWNED_KEYS, PIPELINE_STAGES, PipelineConfig
 
 ANY_NAME = "NAME"
 """Stands in a path for a name that the user chooses, as in `evaluation.other_data.NAME.source`."""
-
-PIPELINE_OWNED_KEYS = ("seed", "output_dir", "model.path")
-"""Keys of a stage that the pipeline fills in, because one stage's output is the next one's input."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,10 @@ class Key:
         """The default as one would type it, or '(required)'."""
         if self.required:
             return "(required)"
-        return shlex.quote(self.default) if isinstance(self.default, str) else show(self.default)
+        if not isinstance(self.default, str):
+            return show(self.default)
+        # Line breaks are typed as escapes, between double quotes of YAML.
+        return shlex.quote(self.default if self.default.isprintable() else json.dumps(self.default))
 
 
 @lru_cache(maxsize=16)

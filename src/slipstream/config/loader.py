@@ -20,8 +20,6 @@ from ruamel.yaml.representer import SafeRepresenter
 from slipstream.config.base import Section
 from slipstream.config.keys import (
     ANY_NAME,
-    PIPELINE_OWNED_KEYS,
-    PIPELINE_STAGES,
     Key,
     config_keys,
     keys_around,
@@ -30,7 +28,8 @@ from slipstream.config.keys import (
     section_paths,
     show,
 )
-from slipstream.config.schema import PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.pipeline import PIPELINE_STAGES, PipelineConfig
+from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -85,27 +84,40 @@ def validate_config(kind: type[AnySection], mapping: Mapping[str, Any]) -> AnySe
     return config
 
 
-def pipeline_stages(config: PipelineConfig) -> tuple[SFTConfig, RLConfig]:
-    """The complete configurations of a pipeline's stages: SFT of the new policy, then RL of what SFT exported.
+def pipeline_stages(config: PipelineConfig) -> dict[str, Any]:
+    """The complete configurations of a pipeline's stages by name, in their order; of each comparison, one.
 
-    Raises ConfigError whose keys start with `sft.` or `rl.`.
+    Each stage gets the model that an earlier one exports. Raises ConfigError whose keys start with the stage's name.
     """
     folder = Path(config.output_dir)
-    model_paths = {"sft": folder / "policy", "rl": folder / "sft" / "export"}
-    stages: dict[str, Section] = {}
-    for name, kind in PIPELINE_STAGES.items():
-        given: dict[str, Any] = json.loads(json.dumps(getattr(config, name)))
-        for key in PIPELINE_OWNED_KEYS:
-            if _get(given, key) is not None:
-                what = "made by the stage before it" if key == "model.path" else f"set by the pipeline's own {key}"
-                raise ConfigError(f"{name}.{key}: a stage's {key} is {what}; remove it from {name}")
-        _set(given, "seed", config.seed, prefix=f"{name}.")
-        _set(given, "output_dir", str(folder / name), prefix=f"{name}.")
-        _set(given, "model.path", str(model_paths[name]), prefix=f"{name}.")
-        stages[name] = _validate(kind, given, prefix=f"{name}.")
-    sft, rl = stages["sft"], stages["rl"]
-    assert isinstance(sft, SFTConfig) and isinstance(rl, RLConfig)
-    return sft, rl
+    start = folder / "sft" / "export"
+    stages: dict[str, Any] = {}
+    for name in config.stage_names:
+        if name == "comparison":
+            for other in config.compared:
+                stages[f"{name}/{other}"] = _stage(config, name, folder / name / other, folder / other / "export")
+            continue
+        stages[name] = _stage(config, name, folder / name, folder / "policy" if name == "sft" else start)
+    return stages
+
+
+def _stage(config: PipelineConfig, name: str, output_dir: Path, model_path: Path) -> Section:
+    """The configuration of one stage, with what the pipeline fills in."""
+    given: dict[str, Any] = json.loads(json.dumps(getattr(config, name)))
+    filled = {"seed": config.seed, "output_dir": str(output_dir), "model.path": str(model_path)}
+    if name == "rl" and config.reward_model is not None:
+        filled["reward.model"] = str(Path(config.output_dir) / "reward_model" / "export")
+    for key in filled:
+        if _get(given, key) is not None:
+            what = f"set by the pipeline's own {key}" if key in ("seed", "output_dir") else "made by an earlier stage"
+            raise ConfigError(f"{name}.{key}: a stage's {key} is {what}; remove it from {name}")
+    for key, value in filled.items():
+        _set(given, key, value, prefix=f"{name}.")
+    stage = _validate(PIPELINE_STAGES[name], given, prefix=f"{name}.")
+    if isinstance(stage, RLConfig) and stage.has_critic and stage.critic.path is None and "reward.model" in filled:
+        _set(given, "critic.path", filled["reward.model"], prefix=f"{name}.")
+        stage = _validate(RLConfig, given, prefix=f"{name}.")
+    return stage
 
 
 def dump_config(config: Section) -> str:
@@ -290,12 +302,16 @@ def _validate(kind: type[AnySection], mapping: Mapping[str, Any], *, prefix: str
             continue
         if item["type"] == "missing":
             # A key written with a typing mistake is unknown and missing at the same time: one line is enough.
+            required = _missing_keys(kind, item["loc"])
             missing = [
                 key
-                for key in _missing_keys(kind, item["loc"])
+                for key in required
                 if not any(key.path == path or key.path.startswith(f"{path}.") for path in meant)
             ]
             lines += [f"{prefix}{key.path}: missing; expected {key.expected} ({key.description})" for key in missing]
+            section = _dotted(item["loc"])
+            if not required and not any(f"{path}.".startswith(f"{section}.") for path in meant):
+                lines.append(f"{prefix}{section}: missing; expected {_expected_keys(kind, section)}")
         else:
             lines.append(_invalid_value(kind, item, prefix=prefix))
     raise ConfigError("\n".join(lines))

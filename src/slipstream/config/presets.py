@@ -11,7 +11,17 @@ from typing import Any, Literal, get_args
 from slipstream.config.base import Section
 
 PresetName = Literal[
-    "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo"
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "dapo",
+    "gspo",
+    "cispo",
+    "distillation",
 ]
 
 _KL_IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_coefficient": 0.01}
@@ -63,6 +73,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # arXiv 2506.13585: no token loses its gradient; the weight is bounded above only.
     "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    # On-policy distillation: the student's own answers, each token graded by the teacher (MiniLLM, arXiv 2306.08543;
+    # GKD, arXiv 2306.13649). It needs algorithm.teacher, and no reward.
+    "distillation": {"advantage": "teacher"},
 }
 
 assert set(PRESETS) == set(get_args(PresetName))

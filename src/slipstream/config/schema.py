@@ -5,14 +5,21 @@ One class per section; a section means the same in every workflow that has it. T
 """
 
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from slipstream.config.algorithm import AlgorithmConfig, CriticConfig
 from slipstream.config.base import Section
+from slipstream.config.data import DataConfig
+from slipstream.config.distillation import TeacherConfig
 from slipstream.config.evaluation import FIRST_SET, best_metrics, require_best_metric, require_set_names
-from slipstream.config.presets import PresetName, did_you_mean, with_preset
+from slipstream.config.lora import LoraConfig
 
 GIBIBYTE = 1 << 30
+
+StepAggregation = Literal["min", "last", "product", "mean"]
+"""How the probabilities of the steps of an answer become one number."""
 
 
 class ModelConfig(Section):
@@ -23,39 +30,12 @@ class ModelConfig(Section):
         "auto", description="Type of the weights. auto: bfloat16 where the hardware has it natively, else float32."
     )
     activation_checkpointing: bool = Field(False, description="Recompute layer activations in the backward pass.")
-
-
-class DataConfig(Section):
-    """Where rows come from and which of their columns mean what."""
-
-    source: str = Field(
-        description="Hub dataset name, local file or folder (jsonl, json, csv, parquet), or 'reasoning_gym:TASK'."
+    router_loss_coefficient: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the loss that balances the experts; null for what the model's own configuration says.",
     )
-    split: str = Field("train", description="Split of a hub dataset or folder.")
-    subset: str | None = Field(None, description="Configuration name of a hub dataset, such as 'main' of gsm8k.")
-    prompt_key: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages.")
-    label_key: str | None = Field("label", description="Column with the reference answer; null if rows have none.")
-    response_key: str | None = Field(None, description="Column with the response to imitate (sft only).")
-    chosen_key: str | None = Field(None, description="Column with the better answer (reward-model only: 'chosen').")
-    rejected_key: str | None = Field(None, description="Column with the worse one (reward-model only: 'rejected').")
-    system_prompt: str | None = Field(None, description="System message put before every prompt.")
-    prompt_template: str = Field("{prompt}", description="Text around the prompt; '{prompt}' is replaced by it.")
-    apply_chat_template: bool = Field(True, description="Render prompts with the tokenizer's chat template.")
-    max_prompt_tokens: int = Field(512, ge=1, description="Longer prompts are dropped and counted, never cut.")
-    rows: int | None = Field(None, ge=1, description="Use at most this many rows; size of a reasoning_gym task.")
-    shuffle: bool = Field(True, description="Draw rows in a seeded random order, a new one each epoch.")
-    task_seed: int = Field(0, ge=0, description="Seed of a reasoning_gym task's rows.")
-    task_options: dict[str, Any] = Field(default_factory=dict, description="Options of a reasoning_gym task.")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if "{prompt}" not in self.prompt_template:
-            raise ValueError("prompt_template must contain '{prompt}'")
-        if self.source.startswith("reasoning_gym:") and self.rows is None:
-            raise ValueError("a reasoning_gym source needs rows, the number of questions to generate")
-        if self.task_options and not self.source.startswith("reasoning_gym:"):
-            raise ValueError("task_options only apply to a source 'reasoning_gym:TASK'")
-        return self
+    lora: LoraConfig | None = Field(None, description="Train an adapter alone; null for all weights.")
 
 
 class RolloutConfig(Section):
@@ -70,7 +50,14 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Must be 1 for training: a cut distribution has other log-probs.")
     top_k: int = Field(0, ge=0, description="0 is off. Must be 0 for training: a cut distribution has other log-probs.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
-    max_staleness: int = Field(0, ge=0, le=0, description="Publishes between sampling and training; 0 is synchronous.")
+    max_staleness: int = Field(
+        0, ge=0, description="Publishes between sampling and training, at most; 0 is synchronous (rl only)."
+    )
+    recompute_cache_on_update: bool = Field(
+        False,
+        description="Compute the keys and values of responses under way anew after a publish, where "
+        "rollout.max_staleness > 0 (rl only); false goes on with those of the older weights.",
+    )
     max_concurrent_sequences: int = Field(256, ge=1, description="Sequences an engine decodes at the same time.")
     kv_cache_bytes: int = Field(GIBIBYTE, ge=1 << 24, description="Memory for the key-value cache of an engine on CPU.")
     gpu_memory_share: float = Field(0.5, gt=0, lt=1, description="Share of a GPU's memory that an engine may take.")
@@ -91,173 +78,74 @@ class RewardConfig(Section):
         description="Import path 'module:function' (or 'path/to/file.py:function'), or a built-in rule by name; "
         "null where a model scores alone, or Python code passes the function itself.",
     )
+    urls: list[str] = Field(
+        default_factory=list,
+        description="Addresses of one service that scores in place of a function, by turns where there are several.",
+    )
     model: str | None = Field(None, description="Folder or hub name of a reward model that scores; null for none.")
+    step_aggregation: StepAggregation | None = Field(
+        None,
+        description="How the steps' probabilities become a reward where model is a process reward model: the lowest, "
+        "the last, their product or their mean; null where model scores whole answers.",
+    )
     normalize_model_scores: bool = Field(False, description="Scale scores by the mean and deviation stored in model.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments passed to the function.")
-    workers: int = Field(1, ge=1, description="Child processes that run the function.")
-    timeout_s: float = Field(10.0, gt=0, description="A call that takes longer is killed and counts as failed.")
+    workers: int = Field(1, ge=1, description="Child processes that run the function; requests at a time to each url.")
+    timeout_s: float = Field(10.0, gt=0, description="A call that takes longer is ended and counts as failed.")
     memory_bytes: int = Field(4 * GIBIBYTE, ge=1 << 28, description="Address space of a child process.")
     on_failure: Literal["retry", "drop_group", "stop"] = Field(
         "retry", description="After a failed call: try again and then drop the group, drop the group, or stop the run."
     )
     retries: int = Field(1, ge=1, description="Further attempts under on_failure: retry.")
 
+    @property
+    def compares(self) -> bool:
+        """Whether responses are scored by something that may look at a reference answer."""
+        return self.function is not None or bool(self.urls)
 
-class ShapingConfig(Section):
-    """What is done to the reward of a trajectory before advantages are computed, in the order of the keys."""
-
-    weights: dict[str, float] = Field(
-        default_factory=dict,
-        description="Weights of named reward parts: the reward becomes the weighted sum of exactly these; empty leaves "
-        "it as the function returned it.",
-    )
-    function: str | None = Field(
-        None, description="Your own shaping, as 'module:function' or 'path/to/file.py:function' (docs/algorithms.md)."
-    )
-    length_penalty: float = Field(
-        0.0, description="Subtracted in proportion to length: this much at rollout.max_response_tokens."
-    )
-    truncation_penalty: float = Field(0.0, description="Subtracted from responses that were cut at the limit.")
-    overlong_buffer_share: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13): the last share of "
-        "rollout.max_response_tokens, over which a penalty rises from 0; 0 is off.",
-    )
-    overlong_penalty: float = Field(1.0, ge=0, description="What the soft overlong punishment reaches at the limit.")
-    normalize: bool = Field(
-        False, description="Subtract the mean and divide by the standard deviation of all rewards of the run so far."
-    )
-    clip: list[float] | None = Field(
-        None, min_length=2, max_length=2, description="Lowest and highest reward, [low, high]; null for none."
-    )
+    @property
+    def is_given(self) -> bool:
+        """Whether anything is named that scores: a function, a service or a model."""
+        return self.function is not None or self.model is not None or bool(self.urls)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.clip is not None and not self.clip[0] < self.clip[1]:
-            raise ValueError(f"clip must be [low, high] with low < high, found {self.clip}")
+        if self.step_aggregation is not None and self.model is None:
+            raise ValueError("step_aggregation needs model, a process reward model whose steps it is about")
+        if self.step_aggregation is not None and self.normalize_model_scores:
+            raise ValueError("normalize_model_scores has no place beside step_aggregation: steps have probabilities")
+        if self.urls and self.function is not None:
+            raise ValueError("there are both a function and urls: a response is scored by one of them")
+        if self.urls and self.options:
+            raise ValueError("options are passed to a function; a service at urls is configured where it runs")
+        for url in self.urls:
+            _require_address(url)
         return self
 
 
-ADVANTAGES = ("group", "leave_one_out", "greedy_baseline", "returns", "gae")
-POLICY_LOSSES = ("clip", "sequence_clip", "cispo", "policy_gradient")
-
-
-class AlgorithmConfig(Section):
-    """The method: a preset, and each of its pieces. What is given goes before what the preset sets."""
-
-    preset: PresetName = Field("grpo", description="Sets the pieces below; `--dry-run` shows what it set.")
-    advantage: str = Field(
-        "group",
-        description="group (GRPO), leave_one_out (RLOO), greedy_baseline (ReMax), returns (REINFORCE), gae (PPO, with "
-        "a critic), or your own as 'module:function'.",
-    )
-    normalize_by_std: bool = Field(
-        True, description="Divide group advantages by the group's standard deviation (advantage: group)."
-    )
-    whiten_advantages: bool = Field(
-        False, description="Give advantages mean 0 and standard deviation 1 over all policy tokens of the batch."
-    )
-    discount: float = Field(1.0, gt=0, le=1, description="Gamma, per policy token (advantage: returns, gae).")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="Lambda of GAE (advantage: gae).")
-    policy_loss: str = Field(
-        "clip",
-        description="clip (PPO), sequence_clip (GSPO), cispo, policy_gradient, or your own as 'module:function'.",
-    )
-    clip_low: float = Field(0.2, ge=0, le=1, description="The ratio is clipped at 1 - clip_low.")
-    clip_high: float = Field(0.2, ge=0, description="The ratio is clipped at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        None, gt=1, description="Bound of the loss of a bad token that became likely, times its advantage; null: none."
-    )
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"] = (
-        Field("token_mean", description="How the losses of tokens become the loss of an optimizer step.")
-    )
-    aggregation_length: int | None = Field(
-        None, ge=1, description="Divisor of constant_length; null: rollout.max_response_tokens."
-    )
-    entropy_coefficient: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
-    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0 loads no reference.")
-    kl_placement: Literal["loss", "reward"] = Field(
-        "loss", description="Where the KL goes: into the loss, or into the reward of each token."
-    )
-    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
-        "k3", description="Estimator of the KL to the reference; unbiased: k3 times the ratio, for the loss only."
-    )
-    kl_control: Literal["fixed", "adaptive", "linear"] = Field(
-        "fixed", description="The coefficient over the run: fixed, steered to kl_target, or linear decay."
-    )
-    kl_target: float = Field(0.02, gt=0, description="KL per policy token that adaptive control steers to.")
-    kl_horizon: int = Field(10_000, ge=1, description="Trajectories over which adaptive control reacts.")
-    kl_final_coefficient: float = Field(0.0, ge=0, description="Where linear decay ends, at the last step.")
-    reference_refresh_steps: int = Field(
-        0, ge=0, description="The reference becomes the current policy every so many steps; 0 is never."
-    )
-    correction: Literal["auto", "none", "truncate", "mask"] = Field(
-        "auto",
-        description="Importance weights between rollout and training log-probs: truncate them to the bounds, or mask "
-        "what lies outside; auto: truncate where rollout.max_staleness > 0.",
-    )
-    correction_level: Literal["token", "sequence"] = Field(
-        "token", description="One weight per token, or one per trajectory: the product over its tokens."
-    )
-    correction_low: float = Field(0.0, ge=0, le=1, description="Lower bound of an importance weight.")
-    correction_high: float = Field(2.0, ge=1, description="Upper bound of an importance weight.")
-    overlong_filtering: bool = Field(False, description="Leave responses that were cut at the limit out of the loss.")
-    dynamic_sampling: bool = Field(
-        False, description="Replace groups whose rewards are all the same by fresh prompts until the batch is full."
-    )
-    dynamic_sampling_limit: int = Field(
-        10, ge=1, description="Stop with a message where a step has issued this many times its groups."
-    )
-    shaping: ShapingConfig = ShapingConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_preset(cls, values: Any) -> Any:
-        return with_preset(values)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name, value, known in (
-            ("advantage", self.advantage, ADVANTAGES),
-            ("policy_loss", self.policy_loss, POLICY_LOSSES),
-        ):
-            if value not in known and ":" not in value:
-                raise ValueError(
-                    f"{name} must be {', '.join(known)} or 'module:function', found {value!r}"
-                    + did_you_mean(value, known)
-                )
-        if self.kl_placement == "reward" and self.kl_estimator == "unbiased":
-            raise ValueError(
-                "kl_estimator 'unbiased' is a form of the loss: a reward has no gradient; use k1, k2 or k3"
-            )
-        if self.kl_control != "fixed" and not self.kl_coefficient:
-            raise ValueError(f"kl_control {self.kl_control!r} needs kl_coefficient > 0, where the coefficient starts")
-        if self.reference_refresh_steps and not self.kl_coefficient:
-            raise ValueError("reference_refresh_steps needs kl_coefficient > 0: without it there is no reference")
-        if self.dual_clip is not None and self.policy_loss != "clip":
-            raise ValueError(f"dual_clip belongs to policy_loss 'clip', found policy_loss {self.policy_loss!r}")
-        return self
-
-
-class CriticConfig(Section):
-    """The critic, which exists where algorithm.advantage is gae. What is not here is as in training."""
-
-    path: str | None = Field(
-        None, description="Model to start from, such as a trained reward model; null: the policy's, with a new head."
-    )
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of the critic's AdamW.")
-    value_clip: float | None = Field(
-        0.2, gt=0, description="A value may move this far from the old one before its loss is clipped; null: any."
-    )
-    warmup_steps: int = Field(0, ge=0, description="Steps at the start in which only the critic learns.")
+def _require_address(url: str) -> None:
+    """Raise ValueError unless `url` is a web address without a name and a password in it: it is shown in messages."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ValueError(f"urls must be addresses such as http://127.0.0.1:8000/score, found {url!r}")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(
+            f"urls must hold no name, password, query or fragment (found one at {parts.hostname}): a token for the "
+            "service belongs in the environment variable SLIPSTREAM_REWARD_TOKEN"
+        )
 
 
 class TrainingConfig(Section):
     """How weights are updated, in every workflow."""
 
-    ranks: int = Field(1, ge=1, description="Learner processes (data parallel).")
+    data_parallel: int = Field(1, ge=1, description="Shares of a batch, each learned by ranks of its own.")
+    sequence_parallel: int = Field(
+        1, ge=1, description="Ranks that share the tokens of a row. There are data_parallel x sequence_parallel ranks."
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="ZeRO stage: what DeepSpeed partitions over the ranks.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="Of AdamW.")
@@ -269,9 +157,19 @@ class TrainingConfig(Section):
         0, ge=0, description="Optimizer steps over which the learning rate rises; step k of W has (k + 1) / W of it."
     )
     final_learning_rate_share: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, of the peak.")
-    tokens_per_micro_batch: int = Field(4096, ge=1, description="Packed tokens per forward and backward pass.")
+    tokens_per_micro_batch: int = Field(
+        4096, ge=1, description="Packed tokens per forward and backward pass, of all ranks that share them together."
+    )
+    share_prompts: bool = Field(
+        True, description="Compute a prompt once for all its answers in a micro-batch, with the same gradients."
+    )
     logits_chunk_tokens: int = Field(1024, ge=1, description="Rows of [tokens, vocabulary] that exist at one time.")
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; null lets the placement choose.")
+
+    @property
+    def ranks(self) -> int:
+        """Learner processes."""
+        return self.data_parallel * self.sequence_parallel
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -286,6 +184,21 @@ def require_trainable(model: ModelConfig, training: TrainingConfig) -> None:
         raise ValueError(
             "training.zero_stage 0 cannot train bfloat16 weights: set training.zero_stage to 1, 2 or 3, or model.dtype "
             "to float32"
+        )
+    if model.lora is not None and training.zero_stage == 3:
+        raise ValueError(
+            "training.zero_stage 3 cannot train an adapter: set training.zero_stage to 0, 1 or 2, which partition what "
+            "the adapter needs, or remove model.lora"
+        )
+
+
+def require_shares(batch_size: int, training: TrainingConfig) -> None:
+    """Raises ValueError where some ranks would have nothing to learn from; says which layout is nearest."""
+    if batch_size < training.data_parallel:
+        nearest = batch_size * training.sequence_parallel
+        raise ValueError(
+            f"batch_size ({batch_size}) must be at least training.data_parallel ({training.data_parallel}); with it "
+            f"the nearest layout is training.data_parallel {batch_size}, which is {nearest} ranks"
         )
 
 
@@ -351,7 +264,15 @@ class ClusterConfig(Section):
 
     address: str | None = Field(None, description="Address of a running Ray cluster, or null to start one here.")
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for an engine to start.")
-    call_timeout_s: float = Field(1800.0, gt=0, description="Longest wait for one answer of an engine.")
+    call_timeout_s: float = Field(
+        1800.0, gt=0, description="Longest wait for one answer of an engine; one that is silent longer counts as hung."
+    )
+    max_engine_restarts: int = Field(
+        3,
+        ge=0,
+        description="How often each rollout engine, and the reward engine, is started anew after it died or hung; 0 "
+        "ends the run instead.",
+    )
 
 
 class RLConfig(Section):
@@ -380,9 +301,26 @@ class RLConfig(Section):
         """Whether the advantage needs values, and so a critic."""
         return self.algorithm.advantage == "gae"
 
+    @property
+    def correction_mode(self) -> Literal["none", "truncate", "mask"]:
+        """What algorithm.correction means here: auto corrects where samples may be stale."""
+        if self.algorithm.correction != "auto":
+            return self.algorithm.correction
+        return "truncate" if self.rollout.max_staleness else "none"
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether answers must be scored: to learn from their rewards, or to evaluate."""
+        return self.algorithm.advantage != "teacher" or self.evaluation.data is not None
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         require_trainable(self.model, self.training)
+        if self.model.lora is not None and self.algorithm.reference_refresh_steps:
+            raise ValueError(
+                "algorithm.reference_refresh_steps has no place beside model.lora: the reference is the model without "
+                "its adapter; set it to 0, or remove model.lora"
+            )
         if self.checkpoint.best_metric is not None:
             if self.evaluation.data is None:
                 raise ValueError("checkpoint.best_metric needs evaluation.data, held-out prompts to measure it on")
@@ -403,10 +341,21 @@ class RLConfig(Section):
                 f"rollout.samples_per_prompt must be at least 2 for algorithm.advantage {self.algorithm.advantage!r}: "
                 "a group of one has no baseline and every advantage would be 0"
             )
+        if self.rollout.max_staleness and self.correction_mode == "none":
+            raise ValueError(
+                f"algorithm.correction must be truncate, mask or auto for rollout.max_staleness "
+                f"{self.rollout.max_staleness}, found none: stale tokens come from older weights than their old "
+                "log-probs, and without importance weights the gradient is that of another objective"
+            )
         if self.rollout.samples_per_prompt == 1 and self.algorithm.dynamic_sampling:
             raise ValueError(
                 "rollout.samples_per_prompt must be at least 2 for algorithm.dynamic_sampling: a group of one never "
                 "has rewards that differ"
+            )
+        if self.has_critic and self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps ({self.critic.warmup_steps}) must be less than steps ({self.steps}): the policy "
+                "would never be trained"
             )
         if self.rollout.engines > self.rollout.groups_per_step:
             raise ValueError(
@@ -423,11 +372,15 @@ class SFTConfig(Section):
     steps: int = Field(ge=1, description="Optimizer steps.")
     batch_size: int = Field(32, ge=1, description="Sequences per optimizer step, over all ranks.")
     max_tokens: int = Field(1024, ge=2, description="Longer sequences (prompt and response) are dropped and counted.")
+    loss_turns: Literal["all", "last"] = Field(
+        "all", description="Which of the assistant's turns in a conversation are learned; the others are context."
+    )
     output_dir: str = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     data: DataConfig
     evaluation_data: DataConfig | None = Field(None, description="Held-out rows whose loss is reported.")
     evaluate_every_steps: int = Field(0, ge=0, description="Held-out loss every so many steps; 0 only at the end.")
+    teacher: TeacherConfig | None = Field(None, description="Model to distil; null learns from the data alone.")
     stop_at_loss: float | None = Field(
         None, gt=0, description="End before all steps are done once the held-out loss is at most this."
     )
@@ -441,12 +394,9 @@ class SFTConfig(Section):
         require_trainable(self.model, self.training)
         if self.checkpoint.best_metric is not None:
             raise ValueError("checkpoint.best_metric belongs to rl: sft measures no accuracy; remove it")
-        if self.data.response_key is None:
-            raise ValueError("data.response_key must name the column with the response to imitate")
         if self.stop_at_loss is not None and (self.evaluation_data is None or not self.evaluate_every_steps):
             raise ValueError("stop_at_loss needs evaluation_data and evaluate_every_steps, which say when to look")
-        if self.batch_size < self.training.ranks:
-            raise ValueError(f"batch_size ({self.batch_size}) must be at least training.ranks ({self.training.ranks})")
+        require_shares(self.batch_size, self.training)
         return self
 
 
@@ -488,15 +438,3 @@ class ScratchPolicyConfig(Section):
                 f"found {self.hidden_size} / {self.heads}"
             )
         return self
-
-
-class PipelineConfig(Section):
-    """`slipstream pipeline`: make a policy, teach it by SFT, improve it by RL; each stage feeds the next."""
-
-    seed: int = Field(0, ge=0, description="Seed of all stages.")
-    output_dir: str = Field(
-        min_length=1, description="Directory of the pipeline; each stage is a run directory inside it."
-    )
-    policy: ScratchPolicyConfig = ScratchPolicyConfig()
-    sft: dict[str, Any] = Field(description="Configuration of the SFT stage, without seed, output_dir and model.path.")
-    rl: dict[str, Any] = Field(description="Configuration of the RL stage, without seed, output_dir and model.path.")
