@@ -1,9 +1,11 @@
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.conversation import build_sft_examples
 from slipstream.data.packing import pack
 from slipstream.data.prompts import build_prompts
@@ -35,9 +37,9 @@ def test_only_the_response_and_the_end_of_the_turn_are_learned(rows_file: RowsFi
     source = rows_file({"prompt": "2+2?", "response": "It is 4."})
     (example,), report = build_sft_examples(configured(source), llama_like, LIMIT)
     assert learned(llama_like, example) == "It is 4.<|eot|>"
-    prompt = build_prompts(configured(source, label_key=None, response_key=None), llama_like)[0][0]
+    prompt = build_prompts(configured(source, label_key=None), llama_like)[0][0]
     assert example.tokens[~example.loss_mask].tolist() == prompt.tokens.tolist(), "the prompt is the rollout's, one BOS"
-    assert str(report) == "1 of 1 rows kept"
+    assert str(report) == "1 of 1 rows kept; columns: prompt 'prompt', response 'response'"
 
 
 def test_without_a_chat_template_the_response_follows_the_prompt_and_ends_with_eos(
@@ -191,7 +193,6 @@ def test_conversations_without_an_assistant_are_counted(rows_file: RowsFile, lla
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"response_key": None}, "data.response_key must name"),
         ({"response_key": "prompt", "apply_chat_template": False}, "need data.apply_chat_template"),
         ({"response_key": "prompt", "prompt_template": "Q {prompt}"}, "prompt_template has no place"),
     ],
@@ -213,3 +214,68 @@ def test_packed_rows_learn_what_they_learn_apart(rows_file: RowsFile, qwen_like:
     examples, _ = build_sft_examples(whole(rows), qwen_like, LIMIT)
     packed = pack(examples)
     assert qwen_like.decode(packed.targets) == "".join(learned(qwen_like, example) for example in examples)
+
+
+def test_of_a_conversation_the_last_turn_alone_can_be_learned(rows_file: RowsFile, llama_like: Any) -> None:
+    config = whole(rows_file(chat("a", "b", "c", "d")))
+    (example,), _ = build_sft_examples(config, llama_like, LIMIT, only_last_turn=True)
+    (every,), _ = build_sft_examples(config, llama_like, LIMIT)
+    assert learned(llama_like, example) == "d<|eot|>"
+    np.testing.assert_array_equal(example.tokens, every.tokens)
+
+
+def test_the_last_turn_can_be_learned_where_the_template_rewrites_earlier_ones(
+    rows_file: RowsFile, qwen_like: Any
+) -> None:
+    """Qwen3's template drops the thinking of earlier turns: those are context as the model will see them later."""
+    row = chat("a", "<think>\nhm\n</think>\n\nb", "c", "<think>\nso\n</think>\n\nd")
+    (example,), _ = build_sft_examples(whole(rows_file(row)), qwen_like, LIMIT, only_last_turn=True)
+    assert "hm" not in qwen_like.decode(example.tokens)
+    assert learned(qwen_like, example) == "<think>\nso\n</think>\n\nd<|im_end|>"
+
+
+def test_a_completion_can_be_messages_of_which_the_assistants_are_learned(rows_file: RowsFile, llama_like: Any) -> None:
+    prompt, completion = chat("a")["messages"], chat("x", "b", "c", "d")["messages"][1:]
+    (example,), _ = build_sft_examples(
+        DataConfig(source=rows_file({"prompt": prompt, "completion": completion})), llama_like, LIMIT
+    )
+    assert learned(llama_like, example) == "b<|eot|>d<|eot|>"
+    (last,), _ = build_sft_examples(
+        DataConfig(source=rows_file({"prompt": "a", "completion": completion})), llama_like, LIMIT, only_last_turn=True
+    )
+    assert learned(llama_like, last) == "d<|eot|>"
+
+
+@pytest.mark.parametrize("max_tokens", [4, 5, 7, 1000])
+def test_every_token_of_a_text_is_predicted_once_however_long_it_is(
+    rows_file: RowsFile, base_model_like: Any, max_tokens: int
+) -> None:
+    text = "the answer is four, the question is what"
+    examples, report = build_sft_examples(DataConfig(source=rows_file({"text": text})), base_model_like, max_tokens)
+    assert report.kept == 1
+    assert all(2 <= len(example.tokens) <= max_tokens for example in examples)
+    whole_text = [*base_model_like(text)["input_ids"], base_model_like.eos_token_id]
+    assert [*examples[0].tokens[:1], *(t for e in examples for t in e.tokens[e.loss_mask])] == whole_text
+    for before, after in pairwise(examples):
+        assert before.tokens[-1] == after.tokens[0]
+    assert len({example.example_id for example in examples}) == len(examples)
+
+
+def test_texts_that_hold_nothing_or_are_held_out_are_left_out(rows_file: RowsFile, base_model_like: Any) -> None:
+    source = rows_file({"text": "it was"}, {"text": " "}, {"text": "a dark  night"}, {"text": None})
+    examples, report = build_sft_examples(DataConfig(source=source), base_model_like, LIMIT, exclude={"a dark night"})
+    assert [example.example_id for example in examples] == ["0"]
+    assert report.dropped == {"empty prompt": [1, 3], "also an evaluation prompt": [2]}
+    with pytest.raises(ConfigError, match=r"data\.system_prompt has no place around texts"):
+        build_sft_examples(DataConfig(source=source, system_prompt="x"), base_model_like, LIMIT)
+
+
+def test_half_a_character_in_a_conversation_is_named_by_row(rows_file: RowsFile, llama_like: Any) -> None:
+    with pytest.raises(DataError, match="row 0: 'messages' holds half a character"):
+        build_sft_examples(whole(rows_file(chat("\ud800", "b"))), llama_like, LIMIT)
+
+
+def test_conversations_without_a_user_are_counted_as_such(rows_file: RowsFile, llama_like: Any) -> None:
+    strange = {"messages": [{"role": "human", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    _, report = build_sft_examples(whole(rows_file(strange, chat("a", "b"))), llama_like, LIMIT)
+    assert report.dropped == {"no message whose role is 'user'": [0]}

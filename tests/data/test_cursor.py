@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.data.cursor import PromptCursor, RowCursor
+from slipstream.data.cursor import Draw, RowCursor
 from slipstream.data.trajectory import Prompt, TrainingExample
 from slipstream.errors import DataError
 
@@ -14,12 +14,12 @@ def prompts(count: int, *, salt: int = 0) -> list[Prompt]:
     return [Prompt(row, np.asarray([row, salt]), str(row), None, {}) for row in range(count)]
 
 
-def cursor(count: int, *, seed: int = 0, shuffle: bool = True, salt: int = 0) -> PromptCursor:
-    return PromptCursor(prompts(count, salt=salt), seed=seed, shuffle=shuffle)
+def cursor(count: int, *, seed: int = 0, shuffle: bool = True, salt: int = 0) -> RowCursor[Prompt]:
+    return RowCursor(prompts(count, salt=salt), seed=seed, shuffle=shuffle)
 
 
-def drawn(source: PromptCursor, count: int) -> list[tuple[str, int]]:
-    return [(occurrence.group_id, occurrence.prompt.row) for occurrence in source.take(count)]
+def drawn(source: RowCursor[Prompt], count: int) -> list[tuple[str, int]]:
+    return [(draw.draw_id, draw.item.row) for draw in source.take(count)]
 
 
 sizes = st.integers(1, 12)
@@ -104,3 +104,27 @@ def test_examples_are_drawn_like_prompts() -> None:
 def test_nothing_can_be_drawn_from_no_prompts() -> None:
     with pytest.raises(DataError, match="no row to draw from"):
         cursor(0)
+
+
+def row_of(draw: Draw[Prompt] | None) -> object:
+    return None if draw is None else draw.item.row
+
+
+@given(size=st.integers(1, 8), taken=st.integers(1, 30), shuffle=st.booleans())
+def test_what_was_drawn_is_found_by_its_id_also_after_a_restore(size: int, taken: int, shuffle: bool) -> None:
+    original, restored = cursor(size, shuffle=shuffle), cursor(size, shuffle=shuffle)
+    draws = original.take(taken)
+    restored.restore(original.state())
+    assert [row_of(restored.find(draw.draw_id)) for draw in draws] == [draw.item.row for draw in draws]
+
+
+def test_what_was_drawn_from_other_data_is_not_found() -> None:
+    original, changed = cursor(4), cursor(4, salt=1)
+    [draw] = original.take(1)
+    changed.restore(original.state())
+    assert changed.find(draw.draw_id) is None
+    [later] = changed.take(1)
+    resumed = cursor(4, salt=1)
+    assert resumed.restore(changed.state()) is None
+    assert row_of(resumed.find(later.draw_id)) == later.item.row
+    assert resumed.find(draw.draw_id) is None, "a second restore does not make it come back"

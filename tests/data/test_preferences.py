@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.conversation import build_sft_examples
-from slipstream.data.preferences import build_preference_pairs, pair_examples
+from slipstream.data.preferences import answer_examples, build_preference_pairs, pair_examples
 from slipstream.data.prompts import build_prompts
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import DataError
 
 
 def config(source: str, **changes) -> DataConfig:
@@ -54,7 +54,7 @@ def test_what_cannot_be_used_is_left_out_and_named(arithmetic_tokenizer, rows_fi
     ]
     data = config(rows_file(*rows), max_prompt_tokens=20)
     pairs, report = build_preference_pairs(data, arithmetic_tokenizer, 40, exclude={"held out"})
-    assert [pair.row for pair in pairs] == [0]
+    assert [pair.pair_id for pair in pairs] == ["0"]
     assert report.dropped == {
         "both answers are the same": [1],
         "no response in 'chosen'": [2],
@@ -77,19 +77,36 @@ def test_a_pair_becomes_two_examples_the_better_one_first_scored_at_their_last_t
     np.testing.assert_array_equal(examples[1].tokens, pairs[0].rejected)
 
 
+def test_for_a_policy_the_loss_covers_both_answers_whole(arithmetic_tokenizer, rows_file):
+    path = rows_file(row("who?", chosen="me", rejected="you"))
+    [pair], _ = build_preference_pairs(config(path), arithmetic_tokenizer, 64)
+    examples = answer_examples(pair)
+    assert [example.example_id for example in examples] == ["0/chosen", "0/rejected"]
+    for example, column in zip(examples, ("chosen", "rejected"), strict=True):
+        [imitated], _ = build_sft_examples(DataConfig(source=path, response_key=column), arithmetic_tokenizer, 64)
+        np.testing.assert_array_equal(example.tokens, imitated.tokens)
+        np.testing.assert_array_equal(example.loss_mask, imitated.loss_mask)
+        assert set(example.token_fields["is_chosen"]) == {float(column == "chosen")}
+
+
+def test_answers_that_the_template_makes_equal_are_left_out(llama_like, rows_file):
+    path = rows_file(row(chosen="me", rejected=" me "), row())
+    pairs, report = build_preference_pairs(config(path), llama_like, 64)
+    assert [pair.pair_id for pair in pairs] == ["1"] and report.counts == {"both answers are the same": 1}
+
+
 def test_columns_have_the_names_that_are_configured_and_a_missing_one_is_an_error(arithmetic_tokenizer, rows_file):
     path = rows_file({"question": "who?", "good": "me", "bad": "you"})
     keys = {"prompt_key": "question", "chosen_key": "good", "rejected_key": "bad"}
     assert len(build_preference_pairs(config(path, **keys), arithmetic_tokenizer, 64)[0]) == 1
     with pytest.raises(DataError, match=r"data\.rejected_key: no column 'bda' in .*; did you mean 'bad'\?"):
         build_preference_pairs(config(path, **keys | {"rejected_key": "bda"}), arithmetic_tokenizer, 64)
-    with pytest.raises(ConfigError, match=r"chosen_key and data\.rejected_key must name"):
-        build_preference_pairs(config(path, **keys | {"chosen_key": None}), arithmetic_tokenizer, 64)
 
 
 def test_an_answer_that_is_not_text_is_an_error(arithmetic_tokenizer, rows_file):
     path = rows_file(row(chosen=[{"role": "assistant", "content": "me"}]))
-    with pytest.raises(DataError, match="row 0: expected text in 'chosen', found list"):
+    message = "row 0: expected text, or a list of chat messages, in both 'chosen' and 'rejected', found list and str"
+    with pytest.raises(DataError, match=message):
         build_preference_pairs(config(path), arithmetic_tokenizer, 64)
 
 

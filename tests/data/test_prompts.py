@@ -3,8 +3,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.schema import DataConfig
-from slipstream.data.prompts import build_prompts, evaluation_identities, prompt_identity
+from slipstream.config.data import DataConfig
+from slipstream.data.answers import evaluation_identities
+from slipstream.data.columns import Layout
+from slipstream.data.prompts import build_prompts, prompt_identity
 from slipstream.errors import ConfigError, DataError, ModelError
 
 RowsFile = Callable[..., str]
@@ -24,7 +26,7 @@ def test_a_prompt_is_the_chat_template_applied_once_and_tokenized_once(rows_file
     assert prompt.text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert qwen_like.decode(prompt.tokens) == prompt.text
     assert (prompt.row, prompt.label, prompt.fields["level"]) == (0, "4", 3)
-    assert str(report) == "1 of 1 rows kept"
+    assert str(report) == "1 of 1 rows kept; columns: prompt 'prompt', label 'label'"
 
 
 def test_there_is_exactly_one_bos_where_the_template_writes_one(rows_file: RowsFile, llama_like: Any) -> None:
@@ -61,11 +63,19 @@ def test_template_and_system_prompt_go_around_text_and_messages(rows_file: RowsF
     ]
     source = rows_file({"prompt": "{x}", "label": 1}, {"prompt": messages, "label": 1})
     config = configured(source, prompt_template="Q: {prompt} A:", system_prompt="Be brief.")
-    text, chat = (prompt.text for prompt in build_prompts(config, qwen_like)[0])
+    prompts, _ = build_prompts(config, qwen_like)
+    text, chat = (prompt.text for prompt in prompts)
     start = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
     assert text == start + "Q: {x} A:<|im_end|>\n<|im_start|>assistant\n"
     assert chat.startswith(start + "hi<|im_end|>")
     assert chat.endswith("<|im_start|>user\nQ: {2}+2? A:<|im_end|>\n<|im_start|>assistant\n")
+    assert prompts[0].messages == ()
+    assert [(turn.role, turn.text) for turn in prompts[1].messages] == [
+        ("system", "Be brief."),
+        ("user", "hi"),
+        ("assistant", "hello"),
+        ("user", "Q: {2}+2? A:"),
+    ]
 
 
 def test_contradictions_are_errors(rows_file: RowsFile, qwen_like: Any) -> None:
@@ -84,7 +94,7 @@ def test_contradictions_are_errors(rows_file: RowsFile, qwen_like: Any) -> None:
         (7, "row 1: expected text or a list of chat messages in 'prompt', found int"),
         (
             [{"from": "human", "value": "x"}],
-            r"row 1: message 0 of 'prompt' needs 'role' and 'content'.*'from', 'value'",
+            r"row 1: message 0 of 'prompt' needs 'role' and 'content' as text, found from .str",
         ),
         ([{"role": "user", "content": None}], "row 1: message 0 of 'prompt' needs"),
         (["x"], "row 1: message 0 of 'prompt' needs 'role' and 'content' as text, found str"),
@@ -155,7 +165,9 @@ def test_labels_are_not_looked_at_where_there_are_none(rows_file: RowsFile, qwen
 
 def test_a_question_is_the_same_whatever_its_spacing_column_and_shape(rows_file: RowsFile, qwen_like: Any) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "cafe\u0301  2+2?\n"}]
-    held_out = evaluation_identities(configured(rows_file({"chat": messages}), prompt_key="chat", label_key=None))
+    held_out = evaluation_identities(
+        configured(rows_file({"chat": messages}), prompt_key="chat", label_key=None), Layout.PROMPTS
+    )
     assert held_out == {prompt_identity({"q": " café 2+2?"}, "q")}
     config = configured(rows_file({"prompt": "café 2+2?", "label": 1}, {"prompt": "2+3?", "label": 1}))
     prompts, report = build_prompts(config, qwen_like, exclude=held_out)

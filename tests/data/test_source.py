@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data import hub
 from slipstream.data.source import load_rows, read_file
 from slipstream.errors import DataError
@@ -60,21 +60,6 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, name: str, content:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_file(tmp_path / name)
-
-
-def test_a_missing_column_is_named_with_the_key_and_the_columns_found(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "a", "answer": 1}\n')
-    with pytest.raises(
-        DataError, match=r"data\.prompt_key: no column 'promt' .* did you mean 'prompt'\?.*answer, prompt"
-    ):
-        load_rows(configured(file, prompt_key="promt"))
-    with pytest.raises(DataError, match=r"data\.label_key: no column 'label' .* or null if rows have no reference"):
-        load_rows(configured(file))
-    assert load_rows(configured(file, label_key=None))
-    with pytest.raises(DataError, match=r"data\.response_key: no column 'answr' .* did you mean 'answer'"):
-        load_rows(configured(file, response_key="answr"))
-    assert load_rows(configured(file, response_key="answer")), "responses to imitate need no label"
 
 
 def test_an_empty_dataset_and_a_missing_file_are_errors(tmp_path: Path) -> None:
@@ -178,3 +163,23 @@ def test_an_unknown_split_of_the_hub_is_a_clear_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match=r"hub dataset 'openai/gsm8k' cannot be loaded: Unknown split"):
         load_rows(configured("openai/gsm8k", split="tain"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}\n"), ("a.json", b"[" * 100_000), ("b.jsonl", b"[" * 100_000)],
+)
+def test_json_that_python_cannot_read_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name}.*: cannot be read"):
+        read_file(tmp_path / name)
+
+
+def test_a_value_of_a_parquet_file_that_python_has_not_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    times = pyarrow.array([2**60], type=pyarrow.timestamp("ms"))
+    pyarrow.parquet.write_table(pyarrow.table({"a": times}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: "):
+        read_file(tmp_path / "a.parquet")

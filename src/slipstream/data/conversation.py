@@ -1,7 +1,7 @@
 """Conversations to imitate become training examples whose loss covers the assistant's text and nothing else.
 
-Stands between `data/source.py` and the SFT workflow. A row is either a prompt and a response, or a list of chat
-messages all of whose assistant turns are learned.
+Stands between `data/columns.py` and the SFT workflow. A row is a prompt and a response, or a list of chat messages
+whose assistant turns are learned, or a text that is learned whole.
 
 The loss mask comes from the final render. Chat templates rewrite earlier turns (Qwen3 drops their thinking), so a
 span measured on a partial render can lie elsewhere in the final one; and a text tokenized in pieces can differ from
@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
+from slipstream.data.columns import Layout, cell, load_table
 from slipstream.data.prompts import (
     EMPTY,
     IN_EVALUATION,
     TOO_LONG_PROMPT,
     DropReport,
     Message,
+    RowDroppedError,
     check_rendering,
     checked_messages,
     is_blank,
@@ -31,9 +33,12 @@ from slipstream.data.prompts import (
     prompt_messages,
     render_messages,
     render_prompt,
+    require_encodable,
     with_system_prompt,
+    without_question,
 )
-from slipstream.data.source import Row, load_rows
+from slipstream.data.source import Row
+from slipstream.data.tokenizer import control_tokens, tokenize_plain
 from slipstream.data.trajectory import TrainingExample
 from slipstream.errors import ConfigError, DataError
 
@@ -47,22 +52,25 @@ NOT_SEPARABLE = "assistant text not separable in the rendered conversation"
 Masked = tuple[list[int], list[bool]]
 
 
-class RowDroppedError(Exception):
-    """This row cannot be used, for the reason in the message."""
-
-
 def build_sft_examples(
     config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     max_tokens: int,
     *,
     exclude: Collection[str] = frozenset(),
+    only_last_turn: bool = False,
+    id_prefix: str = "",
 ) -> tuple[list[TrainingExample], DropReport]:
-    """Examples to imitate, in the order of the source, and a report of the rows that are not among them.
+    """Examples to imitate of one source, in its order, and a report of the rows that are not among them.
 
     `loss_mask` is True on each assistant text and on the token that ends the turn: the template's, or EOS where the
-    template has none or is not applied. An example's id is its row number. With `response_key` equal to `prompt_key`
-    the column holds whole conversations; messages after the last assistant turn are ignored.
+    template has none or is not applied. With `response_key` equal to `prompt_key` the column holds whole conversations;
+    messages after the last assistant turn are ignored. `only_last_turn`: earlier ones are context. An example's id is
+    `id_prefix` and its row number.
+
+    With `prompt_key` None the rows are texts, learned from the first token on to an EOS behind the last. A text longer
+    than `max_tokens` becomes several examples, each of which begins with the last token of the one before, so that
+    every token is predicted once.
 
     Left out and counted: empty prompts, rows without response, rows longer than `max_tokens` or with a prompt longer
     than `max_prompt_tokens` (never cut), rows whose `prompt_identity` is in `exclude`, and conversations whose
@@ -70,14 +78,22 @@ def build_sft_examples(
 
     Raises DataError, ModelError and ConfigError as `build_prompts` does.
     """
-    _check_keys(config)
-    check_rendering(config, tokenizer)
-    rows = load_rows(config)
-    report = DropReport(total=len(rows))
+    table = load_table(config, Layout.RESPONSES)
+    config = table.config
+    if config.prompt_key is None:
+        _check_texts(config)
+    else:
+        _check_conversations(config)
+        check_rendering(config, tokenizer)
+    report = DropReport(total=len(table.rows), columns=table.columns)
     examples = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(table.rows):
         try:
-            tokens, mask = _masked_row(number, row, config, tokenizer, exclude=exclude)
+            require_usable_prompt(number, row, config, exclude)
+            if config.prompt_key is None:
+                examples += _text_examples(number, row, config, tokenizer, max_tokens, id_prefix=id_prefix)
+                continue
+            tokens, mask = _masked_row(number, row, config, tokenizer, only_last_turn=only_last_turn)
             if mask.index(True) > config.max_prompt_tokens:
                 raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
             if len(tokens) > max_tokens:
@@ -85,15 +101,13 @@ def build_sft_examples(
         except RowDroppedError as dropped:
             report.drop(number, str(dropped))
             continue
-        examples.append(TrainingExample(str(number), np.asarray(tokens, dtype=np.int64), np.asarray(mask, dtype=bool)))
+        examples.append(_example(f"{id_prefix}{number}", tokens, mask))
     if not examples:
         raise DataError(f"data.source: no row of {config.source!r} is left to use: {report}")
     return examples, report
 
 
-def _check_keys(config: DataConfig) -> None:
-    if config.response_key is None:
-        raise ConfigError("data.response_key must name the column with the response to imitate")
+def _check_conversations(config: DataConfig) -> None:
     if config.response_key != config.prompt_key:
         return
     if not config.apply_chat_template:
@@ -102,53 +116,112 @@ def _check_keys(config: DataConfig) -> None:
         raise ConfigError("data.prompt_template has no place in whole conversations (response_key = prompt_key)")
 
 
-def _masked_row(
+def _check_texts(config: DataConfig) -> None:
+    for key, is_set in (
+        ("prompt_template", config.prompt_template != "{prompt}"),
+        ("system_prompt", config.system_prompt is not None),
+    ):
+        if is_set:
+            raise ConfigError(f"data.{key} has no place around texts that are learned whole (data.prompt_key null)")
+
+
+def _example(example_id: str, tokens: list[int], mask: list[bool]) -> TrainingExample:
+    return TrainingExample(example_id, np.asarray(tokens, dtype=np.int64), np.asarray(mask, dtype=bool))
+
+
+def _text_examples(
     number: int,
     row: Row,
     config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
+    max_tokens: int,
     *,
-    exclude: Collection[str],
+    id_prefix: str,
+) -> list[TrainingExample]:
+    """A text and its EOS in pieces of at most `max_tokens`. Nothing predicts the first token of a piece."""
+    text = _text(number, row, config.response_key)
+    tokens, _ = tokenize_plain(tokenizer, text)
+    if tokens[-1] != tokenizer.eos_token_id:
+        tokens = [*tokens, int(tokenizer.eos_token_id)]
+    pieces = [tokens[start : start + max_tokens] for start in range(0, max(len(tokens) - 1, 1), max_tokens - 1)]
+    names = [f"{id_prefix}{number}"] if len(pieces) == 1 else [f"{id_prefix}{number}.{k}" for k in range(len(pieces))]
+    return [
+        _example(name, piece, [False] + [True] * (len(piece) - 1)) for name, piece in zip(names, pieces, strict=True)
+    ]
+
+
+def _text(number: int, row: Row, column: str) -> str:
+    """A cell that must hold text; RowDroppedError where it holds nothing."""
+    text = cell(row, column)
+    if is_blank(text):
+        raise RowDroppedError(NO_RESPONSE)
+    if not isinstance(text, str):
+        raise DataError(f"row {number}: expected text in {column!r}, found {type(text).__name__}")
+    require_encodable(number, text, column)
+    return text
+
+
+def _masked_row(
+    number: int, row: Row, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", *, only_last_turn: bool
 ) -> Masked:
     """Tokens and loss mask of one row, at least one entry of it True. Raises RowDroppedError with the reason."""
-    require_usable_prompt(number, row, config, exclude)
     if config.response_key == config.prompt_key:
-        messages = checked_messages(number, row[config.prompt_key], config.prompt_key)
-        return _masked_messages(number, with_system_prompt(number, messages, config), tokenizer)
-    return masked_answer(number, row, str(config.response_key), config=config, tokenizer=tokenizer)
+        messages = checked_messages(number, cell(row, config.prompt_key), config.response_key)
+        messages = with_system_prompt(number, messages, config)
+        return _masked_messages(number, messages, tokenizer, only_last_turn=only_last_turn)
+    return masked_answer(
+        number, row, config.response_key, config=config, tokenizer=tokenizer, only_last_turn=only_last_turn
+    )
 
 
 def require_usable_prompt(number: int, row: Row, config: DataConfig, exclude: Collection[str]) -> None:
-    """Raise RowDroppedError for a prompt that is empty or held out, DataError for one that is none."""
-    prompt = row.get(config.prompt_key)
+    """Raise RowDroppedError for a prompt that is empty or held out, DataError for one that is none.
+
+    What is learned without a prompt is its own.
+    """
+    column = config.prompt_key or config.response_key
+    prompt = cell(row, column)
     if is_blank(prompt):
         raise RowDroppedError(EMPTY)
     if not isinstance(prompt, str):
-        checked_messages(number, prompt, config.prompt_key)
-    identity = prompt_identity(row, config.prompt_key)
+        checked_messages(number, prompt, column)
+    identity = prompt_identity(row, column)
     if not identity:
-        raise RowDroppedError(EMPTY)
+        raise RowDroppedError(without_question(prompt))
     if identity in exclude:
         raise RowDroppedError(IN_EVALUATION)
 
 
 def masked_answer(
-    number: int, row: Row, column: str, *, config: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+    number: int,
+    row: Row,
+    column: str,
+    *,
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    only_last_turn: bool = False,
 ) -> Masked:
     """The row's prompt with the answer in `column`, up to the token that ends it, and where that answer is.
 
-    Raises RowDroppedError with the reason, DataError for an answer that is not text.
+    An answer is text, or a list of messages that go on after the prompt: of those the assistant's are the answer, or
+    only the last of them. Raises RowDroppedError with the reason, DataError for an answer that is neither.
     """
-    answer = row.get(column)
+    answer = cell(row, column)
     if is_blank(answer):
         raise RowDroppedError(NO_RESPONSE)
-    if not isinstance(answer, str):
-        raise DataError(f"row {number}: expected text in {column!r}, found {type(answer).__name__}")
+    if isinstance(answer, list):
+        if not config.apply_chat_template:
+            raise DataError(f"row {number}: {column!r} holds chat messages, which need data.apply_chat_template: true")
+        turns = checked_messages(number, answer, column)
+    else:
+        turns = [{"role": "assistant", "content": _text(number, row, column)}]
     if not config.apply_chat_template:
-        return _masked_text(number, row, answer, config, tokenizer)
+        return _masked_text(number, row, str(answer), config, tokenizer)
     # Only the given answer is learned: assistant turns inside the prompt are context.
-    messages = [*prompt_messages(number, row, config), {"role": "assistant", "content": answer}]
-    return _masked_messages(number, messages, tokenizer, only_last=True)
+    prompt = prompt_messages(number, row, config)
+    return _masked_messages(
+        number, [*prompt, *turns], tokenizer, first_learned=len(prompt), only_last_turn=only_last_turn
+    )
 
 
 def _masked_text(
@@ -163,30 +236,37 @@ def _masked_text(
 
 
 def _masked_messages(
-    number: int, messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, only_last: bool = False
+    number: int,
+    messages: list[Message],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    first_learned: int = 0,
+    only_last_turn: bool = False,
 ) -> Masked:
-    """Tokens and mask of a conversation, from its final render. The sequence ends where its last turn ends."""
+    """Tokens and mask of a conversation, from its final render. The sequence ends where its last turn ends.
+
+    Learned are the assistant's messages from number `first_learned` on, or only the last of them.
+    """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns or all(_is_silent(messages[turn]) for turn in turns):
+    learned = [turn for turn in turns if turn >= first_learned][-1 if only_last_turn else 0 :]
+    if not learned or all(_is_silent(messages[turn]) for turn in learned):
         raise RowDroppedError(NO_RESPONSE)
     messages = messages[: turns[-1] + 1]
     text = render_messages(number, messages, tokenizer, add_generation_prompt=False)
-    starts = _assistant_starts(number, messages, turns, text=text, tokenizer=tokenizer)
-    if only_last:
-        turns, starts = turns[-1:], starts[-1:]
+    starts = _assistant_starts(number, messages, learned, text=text, tokenizer=tokenizer)
 
-    enders = _special_ids(tokenizer)
+    enders = control_tokens(tokenizer)
     tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     begins = [_token_boundary(text[:start], tokens, tokenizer) for start in starts]
     end_of_turn = next((token for token in tokens[begins[-1] :] if token in enders), None)
     if end_of_turn is None:
-        if len(turns) > 1:  # nothing in the render says where the earlier turns end
+        if len(learned) > 1:  # nothing in the render says where the earlier turns end
             raise RowDroppedError(NOT_SEPARABLE)
         tokens = list(tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"])
         tokens.append(int(tokenizer.eos_token_id))
     mask = [False] * len(tokens)
     end = 0
-    for turn, begin in zip(turns, begins, strict=True):
+    for turn, begin in zip(learned, begins, strict=True):
         last = next(place for place in range(begin, len(tokens)) if tokens[place] in enders)
         span = tokens[begin : last + 1]
         # An earlier turn closed by another token than the last one was not closed: what follows opens the next turn.
@@ -203,12 +283,12 @@ def _masked_messages(
 def _assistant_starts(
     number: int,
     messages: list[Message],
-    turns: list[int],
+    learned: list[int],
     *,
     text: str,
     tokenizer: "PreTrainedTokenizerBase",
 ) -> list[int]:
-    """Where in the final render `text` each assistant turn begins: right after what asks the model for it.
+    """Where in the final render `text` each learned turn begins: right after what asks the model for it.
 
     Templates that mark their assistant texts ({% generation %}) say so themselves. For others, what precedes a turn
     is the render of the messages before it with the generation prompt; where that is not how the final render
@@ -222,14 +302,16 @@ def _assistant_starts(
         rendered: Any = render_jinja_template(
             [messages], chat_template=template, return_assistant_tokens_mask=True, **special_tokens
         )
-        starts = [int(start) for start, _ in rendered[1][0]]
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        marked = [int(start) for start, _ in rendered[1][0]]
+        starts = [marked[turns.index(turn)] for turn in learned] if len(marked) == len(turns) else []
     else:
         prefixes = [
             render_messages(number, messages[:turn], tokenizer, add_generation_prompt=True) if turn else ""
-            for turn in turns
+            for turn in learned
         ]
         starts = [len(prefix) for prefix in prefixes if prefix and text.startswith(prefix)]
-    if len(starts) != len(turns):
+    if len(starts) != len(learned):
         raise RowDroppedError(NOT_SEPARABLE)
     return starts
 
@@ -241,12 +323,6 @@ def _token_boundary(prefix: str, tokens: list[int], tokenizer: "PreTrainedTokeni
     if tokens[: len(prefix_tokens)] != prefix_tokens:
         raise RowDroppedError(NOT_SEPARABLE)
     return len(prefix_tokens)
-
-
-def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """Control tokens: those no ordinary text contains. <think> and tool tags are added tokens, but not control."""
-    special = {int(token) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frozenset(special | {int(token) for token in tokenizer.all_special_ids})
 
 
 def _is_silent(message: Message) -> bool:

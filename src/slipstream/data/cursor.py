@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from slipstream.data.trajectory import IntArray, Prompt, PromptOccurrence
+from slipstream.data.trajectory import IntArray
 from slipstream.errors import DataError
 
 
@@ -53,6 +53,7 @@ class RowCursor(Generic[Item]):
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = fingerprint(items)
+        self._first_epoch = 0
         self._move_to(0, 0)
 
     def take(self, count: int) -> list[Draw[Item]]:
@@ -66,9 +67,21 @@ class RowCursor(Generic[Item]):
                 self._move_to(self._epoch + 1, 0)
         return taken
 
+    def find(self, draw_id: str) -> Draw[Item] | None:
+        """What was drawn under this id; None if that was from other data, which is gone (`restore`)."""
+        epoch, position = map(int, draw_id.split("-"))
+        if epoch < self._first_epoch:
+            return None
+        return Draw(draw_id, self._items[int(self._order_of(epoch)[position])])
+
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on from here; plain JSON. At an epoch's end it says where the next one begins."""
-        return {"fingerprint": self._fingerprint, "epoch": self._epoch, "position": self._position}
+        return {
+            "fingerprint": self._fingerprint,
+            "first_epoch": self._first_epoch,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
 
     def restore(self, state: dict[str, Any]) -> str | None:
         """Go on where `state` was taken. The cursor must have been made with the same seed and shuffle.
@@ -77,36 +90,21 @@ class RowCursor(Generic[Item]):
         is returned. It counts that as a new epoch, so that draw ids stay unique within the run.
         """
         if state["fingerprint"] != self._fingerprint:
-            self._move_to(state["epoch"] + 1, 0)
+            self._first_epoch = state["epoch"] + 1
+            self._move_to(self._first_epoch, 0)
             return (
                 "the dataset is not the one the checkpoint was made with, or is rendered differently: starting from "
                 "its beginning"
             )
+        self._first_epoch = state["first_epoch"]
         self._move_to(state["epoch"], state["position"])
         return None
 
     def _move_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> IntArray:
         if self._shuffle:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._items))
-        else:
-            self._order = np.arange(len(self._items))
-
-
-class PromptCursor:
-    """A `RowCursor` over prompts, whose draws are prompt occurrences: the draw's id names the group."""
-
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
-        self._rows = RowCursor(prompts, seed=seed, shuffle=shuffle)
-
-    def take(self, count: int) -> list[PromptOccurrence]:
-        """The next `count` prompts, see `RowCursor.take`."""
-        return [PromptOccurrence(group_id=draw.draw_id, prompt=draw.item) for draw in self._rows.take(count)]
-
-    def state(self) -> dict[str, Any]:
-        """See `RowCursor.state`."""
-        return self._rows.state()
-
-    def restore(self, state: dict[str, Any]) -> str | None:
-        """See `RowCursor.restore`."""
-        return self._rows.restore(state)
+            return np.random.default_rng([self._seed, epoch]).permutation(len(self._items))
+        return np.arange(len(self._items))

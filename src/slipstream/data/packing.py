@@ -1,13 +1,15 @@
 """Which sequences go into which micro-batch of which rank, and how they lie in one row of tokens.
 
 Stands between the controller, which plans an optimizer step for all ranks, and the learner, which packs its share.
-There is no padding anywhere. Pure numpy; leaves out the attention over packed rows (`models/attention.py`).
+There is no padding anywhere, and what sequences share lies in the row once (which do is decided in
+`data/shared_prompts.py`). Pure numpy; leaves out the attention over packed rows (`models/attention.py`).
 """
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -26,8 +28,12 @@ def sequence_cost(length: int) -> float:
     return length + length * length / ATTENTION_EQUALS_MATRICES_AT
 
 
-def plan_micro_batches(lengths: Sequence[int], *, tokens_per_micro_batch: int, ranks: int) -> MicroBatchPlan:
+def plan_micro_batches(
+    lengths: Sequence[int], *, tokens_per_micro_batch: int, ranks: int, costs: Sequence[float] | None = None
+) -> MicroBatchPlan:
     """Distribute sequences over ranks and micro-batches: `plan[rank][micro_batch]` lists indices into `lengths`.
+
+    `costs` are those of sequences that are more than one: without them each has the cost of its length.
 
     - Every index occurs exactly once.
     - Ranks are balanced by cost: the costliest sequence goes to the least loaded rank, and so on down, so loads
@@ -40,20 +46,25 @@ def plan_micro_batches(lengths: Sequence[int], *, tokens_per_micro_batch: int, r
     """
     if tokens_per_micro_batch < 1 or ranks < 1 or any(length < 1 for length in lengths):
         raise ValueError("tokens_per_micro_batch, ranks and all lengths must be at least 1")
-    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    costs = [sequence_cost(length) for length in lengths] if costs is None else costs
+    costliest_first = sorted(range(len(lengths)), key=lambda index: (-costs[index], index))
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, rank) for rank in range(ranks)]
-    for index in longest_first:
+    for index in costliest_first:
         load, rank = loads[0]
         shares[rank].append(index)
-        heapq.heapreplace(loads, (load + sequence_cost(lengths[index]), rank))
-    plan = [_fill_micro_batches(share, lengths, tokens_per_micro_batch) for share in shares]
+        heapq.heapreplace(loads, (load + costs[index], rank))
+    plan = [fill_micro_batches(share, lengths, tokens_per_micro_batch) for share in shares]
     most = max(len(micro_batches) for micro_batches in plan)
     return [micro_batches + [[] for _ in range(most - len(micro_batches))] for micro_batches in plan]
 
 
-def _fill_micro_batches(longest_first: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Best-fit decreasing: each sequence joins the fullest micro-batch that has room for it."""
+def fill_micro_batches(indices: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Best-fit decreasing: from the longest down, each sequence joins the fullest micro-batch that has room for it.
+
+    `indices` point into `lengths`. A sequence longer than the budget sits alone; each micro-batch ascends by length.
+    """
+    longest_first = sorted(indices, key=lambda index: (-lengths[index], index))
     micro_batches: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, micro-batch), ascending
     for index in longest_first:
@@ -71,16 +82,23 @@ def _fill_micro_batches(longest_first: list[int], lengths: Sequence[int], budget
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """S sequences laid end to end in one row of T tokens, with N loss tokens among them.
+    """S sequences in one row of T tokens, with N loss tokens among them.
 
-    `positions` restart at 0 in every sequence. `predictors` are the places in the row whose logits predict a loss
-    token: the place before it. `targets` are the loss tokens, `sequence_index` the number of the sequence each is in.
-    Every array of `token_fields` holds a value per loss token, in the order of `targets`.
+    The row is made of G segments. A sequence is one of them, or two: the first `shared_tokens` of neighbours that have
+    them in common are a segment of their own, and what follows in each of them is another one, right behind it.
+    `prompts` says of each segment which one it continues, None for one that begins a sequence.
+
+    `positions` are those within the sequence. `places` are where the loss tokens lie in the row, `predictors` the
+    places whose logits predict them: those of the tokens before. `targets` are the loss tokens, `sequence_index` the
+    number of the sequence each is in. Every array of `token_fields` holds a value per loss token, in the order of
+    `targets`.
     """
 
     tokens: IntArray  # [T]
     positions: IntArray  # [T]
-    lengths: list[int]  # [S]
+    lengths: list[int]  # [G]
+    prompts: list[int | None]  # [G]
+    places: IntArray  # [N]
     predictors: IntArray  # [N]
     targets: IntArray  # [N]
     sequence_index: IntArray  # [N]
@@ -91,31 +109,70 @@ class PackedBatch:
 def pack(examples: Sequence[TrainingExample]) -> PackedBatch:
     """Lay `examples` end to end, in their order. No example gives a row without tokens.
 
+    Neighbours with the same number of `shared_tokens` that do begin with the same tokens have them once.
+
     Raises ValueError if the arrays of an example differ in length, if its first token is a loss token (nothing
-    predicts it), or if examples differ in the names of their token fields.
+    predicts it), if all its tokens are shared, or if examples differ in the names of their token fields.
     """
     names = tuple(examples[0].token_fields) if examples else ()
     for example in examples:
         _check_example(example, names)
-    lengths = [len(example.tokens) for example in examples]
-    starts = np.cumsum([0, *lengths[:-1]]) if lengths else np.zeros(0, dtype=np.int64)
-    places = [np.flatnonzero(example.loss_mask) for example in examples]
+    row = _Row()
+    maps = [place for bundle in _bundles(examples) for place in row.add(bundle)]
+    masks = [np.flatnonzero(example.loss_mask) for example in examples]
     fields = {
-        name: _join([example.token_fields[name][place] for example, place in zip(examples, places, strict=True)])
+        name: _join([example.token_fields[name][mask] for example, mask in zip(examples, masks, strict=True)])
         for name in names
     }
+    targets = [example.tokens[mask] for example, mask in zip(examples, masks, strict=True)]
     return PackedBatch(
-        tokens=_join([example.tokens for example in examples]).astype(np.int64),
-        positions=_join([np.arange(length) for length in lengths]).astype(np.int64),
-        lengths=lengths,
-        predictors=_join([start + place - 1 for start, place in zip(starts, places, strict=True)]).astype(np.int64),
-        targets=_join([example.tokens[place] for example, place in zip(examples, places, strict=True)]).astype(
-            np.int64
-        ),
-        sequence_index=np.repeat(np.arange(len(examples)), [len(place) for place in places]).astype(np.int64),
+        tokens=_join(row.tokens).astype(np.int64),
+        positions=_join(row.positions).astype(np.int64),
+        lengths=row.lengths,
+        prompts=row.prompts,
+        places=_join([place[mask] for place, mask in zip(maps, masks, strict=True)]).astype(np.int64),
+        predictors=_join([place[mask - 1] for place, mask in zip(maps, masks, strict=True)]).astype(np.int64),
+        targets=_join(targets).astype(np.int64),
+        sequence_index=np.repeat(np.arange(len(examples)), [len(mask) for mask in masks]).astype(np.int64),
         example_ids=[example.example_id for example in examples],
         token_fields={name: values.astype(np.float32) for name, values in fields.items()},
     )
+
+
+def _bundles(examples: Sequence[TrainingExample]) -> Iterator[list[TrainingExample]]:
+    """Neighbours that begin with the same shared tokens, together; every other example alone."""
+    for (shared, _), run in groupby(examples, key=lambda e: (e.shared_tokens, e.tokens[: e.shared_tokens].tobytes())):
+        neighbours = list(run)
+        yield from [neighbours] if shared else ([example] for example in neighbours)
+
+
+class _Row:
+    """Segments of tokens, laid end to end."""
+
+    def __init__(self) -> None:
+        self.tokens: list[IntArray] = []
+        self.positions: list[IntArray] = []
+        self.lengths: list[int] = []
+        self.prompts: list[int | None] = []
+        self._end = 0
+
+    def add(self, bundle: Sequence[TrainingExample]) -> list[IntArray]:
+        """Lay a bundle, what it shares once; returns for each example where in the row each of its tokens is."""
+        if len(bundle) == 1:
+            [example] = bundle
+            return [self._lay(example.tokens, 0, None)]
+        shared = bundle[0].shared_tokens
+        prompt = len(self.lengths)
+        common = self._lay(bundle[0].tokens[:shared], 0, None)
+        return [np.concatenate([common, self._lay(example.tokens[shared:], shared, prompt)]) for example in bundle]
+
+    def _lay(self, tokens: IntArray, position: int, prompt: int | None) -> IntArray:
+        start, self._end = self._end, self._end + len(tokens)
+        self.tokens.append(tokens)
+        self.positions.append(np.arange(position, position + len(tokens)))
+        self.lengths.append(len(tokens))
+        self.prompts.append(prompt)
+        return np.arange(start, self._end)
 
 
 def _check_example(example: TrainingExample, names: tuple[str, ...]) -> None:
@@ -126,6 +183,8 @@ def _check_example(example: TrainingExample, names: tuple[str, ...]) -> None:
         )
     if example.loss_mask[0]:
         raise ValueError(f"example {example.example_id}: its first token is a loss token, but nothing predicts it")
+    if not 0 <= example.shared_tokens < length:
+        raise ValueError(f"example {example.example_id}: {example.shared_tokens} of {length} tokens are shared")
     if set(example.token_fields) != set(names):
         raise ValueError(
             f"example {example.example_id} has the token fields {sorted(example.token_fields)}, others {sorted(names)}"

@@ -1,8 +1,8 @@
 """Preferences become pairs of sequences: a prompt with the better answer, and the same prompt with the worse one.
 
-Stands between `data/source.py` and the reward-model workflow. Both sequences are rendered as supervised fine-tuning
-renders one (`data/conversation.py`) and end with the token that ends the answer, as a finished rollout does. Nothing is
-cut; pairs that cannot be used are counted and named.
+Stands between `data/source.py` and the workflows that learn from pairs. Both sequences are rendered as supervised
+fine-tuning renders one (`data/conversation.py`) and end with the token that ends the answer, as a finished rollout
+does. Nothing is cut; pairs that cannot be used are counted and named.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.config.schema import DataConfig
-from slipstream.data.conversation import NO_RESPONSE, RowDroppedError, masked_answer, require_usable_prompt
-from slipstream.data.prompts import TOO_LONG_PROMPT, DropReport, check_rendering
-from slipstream.data.source import Row, load_rows
-from slipstream.data.trajectory import IntArray, TrainingExample
-from slipstream.errors import ConfigError, DataError
+from slipstream.config.data import DataConfig
+from slipstream.data.answers import split_row, split_table
+from slipstream.data.columns import Layout, load_table
+from slipstream.data.conversation import NO_RESPONSE, masked_answer, require_usable_prompt
+from slipstream.data.prompts import TOO_LONG_PROMPT, DropReport, RowDroppedError, check_rendering
+from slipstream.data.source import Row
+from slipstream.data.trajectory import BoolArray, IntArray, TrainingExample
+from slipstream.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,11 +29,17 @@ SAME_ANSWERS = "both answers are the same"
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two answers to one prompt, each as the tokens of prompt and answer. `row` is the number in the source."""
+    """Two answers to one prompt, each as the tokens of prompt and answer.
 
-    row: int
+    `pair_id` is the number of the row in its source, behind the name of the source where several are mixed.
+    `chosen_mask` and `rejected_mask` are True on the answers' tokens.
+    """
+
+    pair_id: str
     chosen: IntArray
     rejected: IntArray
+    chosen_mask: BoolArray
+    rejected_mask: BoolArray
 
     @property
     def tokens(self) -> IntArray:
@@ -45,32 +53,40 @@ def build_preference_pairs(
     max_tokens: int,
     *,
     exclude: Collection[str] = frozenset(),
+    id_prefix: str = "",
 ) -> tuple[list[PreferencePair], DropReport]:
-    """Pairs in the order of the source, and a report of the rows that are not among them.
+    """Pairs of one source in its order, and a report of the rows that are not among them.
+
+    Answers may be text or messages, beside their prompt or behind it in the same cell (`data/answers.py`).
 
     Left out and counted: empty prompts, empty answers, pairs of equal answers, pairs of which a sequence is longer than
     `max_tokens` or the prompt longer than `max_prompt_tokens` (never cut), rows whose `prompt_identity` is in
-    `exclude`, and rows whose answer cannot be told apart from the prompt in the template's render.
+    `exclude`, rows whose answer cannot be told apart from the prompt in the template's render, and conversations that
+    have no common prompt.
 
     Raises DataError, ModelError and ConfigError as `build_prompts` does.
     """
-    if config.chosen_key is None or config.rejected_key is None:
-        raise ConfigError("data.chosen_key and data.rejected_key must name the columns with the two answers")
+    table = split_table(load_table(config, Layout.PAIRS), Layout.PAIRS)
+    config = table.config
     check_rendering(config, tokenizer)
-    rows = load_rows(config)
-    report = DropReport(total=len(rows))
+    report = DropReport(total=len(table.rows), columns=table.columns)
     pairs = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(table.rows):
         try:
+            row = split_row(number, row, config, Layout.PAIRS)
             require_usable_prompt(number, row, config, exclude)
-            chosen = _sequence(number, row, config.chosen_key, max_tokens, config=config, tokenizer=tokenizer)
-            rejected = _sequence(number, row, config.rejected_key, max_tokens, config=config, tokenizer=tokenizer)
+            chosen, chosen_mask = _sequence(
+                number, row, config.chosen_key, max_tokens, config=config, tokenizer=tokenizer
+            )
+            rejected, rejected_mask = _sequence(
+                number, row, config.rejected_key, max_tokens, config=config, tokenizer=tokenizer
+            )
             if np.array_equal(chosen, rejected):
                 raise RowDroppedError(SAME_ANSWERS)
         except RowDroppedError as dropped:
             report.drop(number, str(dropped))
             continue
-        pairs.append(PreferencePair(number, chosen, rejected))
+        pairs.append(PreferencePair(f"{id_prefix}{number}", chosen, rejected, chosen_mask, rejected_mask))
     if not pairs:
         raise DataError(f"data.source: no row of {config.source!r} is left to use: {report}")
     return pairs, report
@@ -80,13 +96,27 @@ def pair_examples(pairs: Sequence[PreferencePair]) -> list[TrainingExample]:
     """Two examples of each pair, the better answer first. The last token of each is the one it is scored at."""
     return [
         TrainingExample(
-            example_id=f"{pair.row}/{name}",
+            example_id=f"{pair.pair_id}/{name}",
             tokens=tokens,
             loss_mask=np.arange(len(tokens)) == len(tokens) - 1,
             token_fields={"is_chosen": np.full(len(tokens), float(is_chosen), dtype=np.float32)},
         )
         for pair in pairs
         for name, tokens, is_chosen in (("chosen", pair.chosen, True), ("rejected", pair.rejected, False))
+    ]
+
+
+def answer_examples(pair: PreferencePair) -> list[TrainingExample]:
+    """The two examples of a pair, the better answer first, for a policy: the loss covers all tokens of the answers."""
+    answers = (("chosen", pair.chosen, pair.chosen_mask), ("rejected", pair.rejected, pair.rejected_mask))
+    return [
+        TrainingExample(
+            example_id=f"{pair.pair_id}/{name}",
+            tokens=tokens,
+            loss_mask=mask,
+            token_fields={"is_chosen": np.full(len(tokens), float(name == "chosen"), dtype=np.float32)},
+        )
+        for name, tokens, mask in answers
     ]
 
 
@@ -98,7 +128,8 @@ def _sequence(
     *,
     config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
-) -> IntArray:
+) -> tuple[IntArray, BoolArray]:
+    """Tokens of prompt and answer, and which of them are the answer's."""
     try:
         tokens, is_answer = masked_answer(number, row, column, config=config, tokenizer=tokenizer)
     except RowDroppedError as dropped:
@@ -109,4 +140,4 @@ def _sequence(
         raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
     if len(tokens) > max_tokens:
         raise RowDroppedError(f"{TOO_LONG_PAIR} ({max_tokens})")
-    return np.asarray(tokens, dtype=np.int64)
+    return np.asarray(tokens, dtype=np.int64), np.asarray(is_answer, dtype=bool)

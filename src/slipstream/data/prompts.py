@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.config.schema import DataConfig
-from slipstream.data.source import Row, load_rows
+from slipstream.config.data import DataConfig
+from slipstream.data.columns import Layout, cell, load_table
+from slipstream.data.source import Row
 from slipstream.data.tokenizer import tokenize_plain
 from slipstream.data.trajectory import Prompt
+from slipstream.data.turn import Turn
 from slipstream.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -24,17 +26,26 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 EMPTY = "empty prompt"
+NO_USER = "no message whose role is 'user'"
 TOO_LONG_PROMPT = "prompt longer than data.max_prompt_tokens"
 IN_EVALUATION = "also an evaluation prompt"
 MISSING_LABEL = "no label"
 SHOWN_ROWS = 5
 
 
+class RowDroppedError(Exception):
+    """This row cannot be used, for the reason in the message."""
+
+
 @dataclass
 class DropReport:
-    """Which rows were left out, and why. `dropped` maps a reason to the numbers of its rows in the source."""
+    """Which rows were left out, and why. `dropped` maps a reason to the numbers of its rows in the source.
+
+    `columns` says in words what was read from which column.
+    """
 
     total: int
+    columns: str = ""
     dropped: dict[str, list[int]] = field(default_factory=dict)
 
     def drop(self, row: int, reason: str) -> None:
@@ -52,37 +63,46 @@ class DropReport:
         return self.total - sum(self.counts.values())
 
     def __str__(self) -> str:
-        """As in '98 of 100 rows kept; dropped: 2 empty prompt (rows 3, 17)'."""
+        """As in "98 of 100 rows kept; dropped: 2 empty prompt (rows 3, 17); columns: prompt 'question'"."""
         text = f"{self.kept} of {self.total} rows kept"
         reasons = []
         for reason, rows in self.dropped.items():
             shown = ", ".join(str(row) for row in rows[:SHOWN_ROWS]) + (", ..." if len(rows) > SHOWN_ROWS else "")
             reasons.append(f"{len(rows)} {reason} ({'row' if len(rows) == 1 else 'rows'} {shown})")
-        return f"{text}; dropped: {'; '.join(reasons)}" if reasons else text
+        dropped = f"; dropped: {'; '.join(reasons)}" if reasons else ""
+        return text + dropped + (f"; {self.columns}" if self.columns else "")
 
 
 def build_prompts(
-    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", *, exclude: Collection[str] = frozenset()
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    exclude: Collection[str] = frozenset(),
+    needs_label: bool = True,
 ) -> tuple[list[Prompt], DropReport]:
-    """The prompts of a source, in its order, and a report of the rows that are not among them.
+    """The prompts of one source, in its order, and a report of the rows that are not among them.
 
-    Left out and counted: empty prompts, prompts of more than `max_prompt_tokens` (never cut), rows without the label
-    that `label_key` asks for, and rows whose `prompt_identity` is in `exclude`.
+    Left out and counted: empty prompts, prompts of more than `max_prompt_tokens` (never cut), rows without a label
+    where there is a column of them, and rows whose `prompt_identity` is in `exclude`. `needs_label`: there must be such
+    a column, unless `label_key` is null.
 
     Raises DataError if a row cannot be read as a prompt or no row is left, ModelError if a chat template is needed
     and the tokenizer has none, ConfigError if the keys of `config` contradict each other.
     """
     check_rendering(config, tokenizer)
-    rows = load_rows(config)
-    report = DropReport(total=len(rows))
+    table = load_table(config, Layout.PROMPTS, needs_label=needs_label)
+    config = table.config
+    report = DropReport(total=len(table.rows), columns=table.columns)
     prompts = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(table.rows):
         reason = _reason_to_drop(number, row, config, exclude)
         if reason is None:
             tokens, text = render_prompt(number, row, config, tokenizer)
             if len(tokens) <= config.max_prompt_tokens:
-                label = None if config.label_key is None else row[config.label_key]
-                prompts.append(Prompt(number, np.asarray(tokens, dtype=np.int64), text, label, row))
+                label = cell(row, config.label_key)
+                messages = _turns(number, row, config)
+                given = cell(row, config.prompt_key)
+                prompts.append(Prompt(number, np.asarray(tokens, dtype=np.int64), text, label, row, messages, given))
                 continue
             reason = f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})"
         report.drop(number, reason)
@@ -91,24 +111,21 @@ def build_prompts(
     return prompts, report
 
 
-def prompt_identity(row: Mapping[str, Any], prompt_key: str) -> str:
+def prompt_identity(row: Mapping[str, Any], prompt_key: str | None) -> str:
     """What makes two rows the same question: their users' text, whatever the spacing, the columns and the template.
 
-    Training rows whose identity is that of an evaluation row are left out, see `evaluation_identities`.
+    Training rows whose identity is that of an evaluation row are left out (`evaluation_identities` in answers.py).
     """
-    value = row.get(prompt_key)
+    value = cell(row, prompt_key)
     if isinstance(value, list):
         value = " ".join(str(message["content"]) for message in value if message["role"] == "user")
     return " ".join(unicodedata.normalize("NFC", str(value or "")).split())
 
 
-def evaluation_identities(config: DataConfig) -> frozenset[str]:
-    """The identities of all rows of a held-out source, to be given to `build_prompts` as `exclude`."""
-    rows = load_rows(config)
-    for number, row in enumerate(rows):
-        if isinstance(row.get(config.prompt_key), list):
-            checked_messages(number, row[config.prompt_key], config.prompt_key)
-    return frozenset(prompt_identity(row, config.prompt_key) for row in rows)
+def without_question(value: object) -> str:
+    """Why a prompt without a text of a user is left out."""
+    has_user = not isinstance(value, list) or any(message["role"] == "user" for message in value)
+    return EMPTY if is_blank(value) or has_user else NO_USER
 
 
 def check_rendering(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -131,7 +148,7 @@ def render_prompt(
     """Tokens and text of one row's prompt, ready for the model to go on from. `number` is named in errors."""
     messages = prompt_messages(number, row, config)
     if not config.apply_chat_template:
-        if isinstance(row[config.prompt_key], list):
+        if isinstance(cell(row, config.prompt_key), list):
             raise DataError(
                 f"row {number}: {config.prompt_key!r} holds chat messages, which need data.apply_chat_template: true"
             )
@@ -145,13 +162,12 @@ def render_prompt(
 
 def prompt_messages(number: int, row: Row, config: DataConfig) -> list[Message]:
     """The prompt column as chat messages, with `prompt_template` around the last user text and the system prompt."""
-    value = row[config.prompt_key]
+    value, column = cell(row, config.prompt_key), str(config.prompt_key)
     if isinstance(value, str):
         messages: list[Message] = [{"role": "user", "content": value}]
     else:
-        messages = checked_messages(number, value, config.prompt_key)
-    for message in messages:
-        require_encodable(number, message.get("content") or "", config.prompt_key)
+        messages = checked_messages(number, value, column)
+    require_encodable(number, messages[-1].get("content") or "", column)
     last_user = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last_user is not None:
         content = config.prompt_template.replace("{prompt}", messages[last_user]["content"])
@@ -191,11 +207,19 @@ def checked_messages(number: int, value: object, column: str) -> list[Message]:
             or not isinstance(message.get("role"), str)
             or not (isinstance(message.get("content"), str) or _is_tool_call(message))
         ):
-            found = sorted(message) if isinstance(message, dict) else type(message).__name__
             raise DataError(
-                f"row {number}: message {position} of {column!r} needs 'role' and 'content' as text, found {found}"
+                f"row {number}: message {position} of {column!r} needs 'role' and 'content' as text, found "
+                f"{_kinds(message)}"
             )
+        require_encodable(number, message.get("content") or "", column)
     return [dict(message) for message in value]
+
+
+def _kinds(message: object) -> str:
+    """What there is in place of a message: its entries, and what kind of thing each of them is."""
+    if not isinstance(message, dict):
+        return type(message).__name__
+    return ", ".join(f"{name} ({type(entry).__name__})" for name, entry in sorted(message.items())) or "nothing"
 
 
 def _is_tool_call(message: Message) -> bool:
@@ -224,14 +248,21 @@ def is_blank(value: object) -> bool:
     return value is None or (isinstance(value, (list, dict)) and not value)
 
 
+def _turns(number: int, row: Row, config: DataConfig) -> tuple[Turn, ...]:
+    """The messages that a row's prompt consists of, as they were rendered; none where it is one text."""
+    if not isinstance(cell(row, config.prompt_key), list):
+        return ()
+    return tuple(Turn(each["role"], each.get("content") or "") for each in prompt_messages(number, row, config))
+
+
 def _reason_to_drop(number: int, row: Row, config: DataConfig, exclude: Collection[str]) -> str | None:
-    value = row.get(config.prompt_key)
+    value = cell(row, config.prompt_key)
     if not is_blank(value) and not isinstance(value, str):
-        checked_messages(number, value, config.prompt_key)
+        checked_messages(number, value, str(config.prompt_key))
     if is_blank(value) or not prompt_identity(row, config.prompt_key):
-        return EMPTY
+        return without_question(value)
     if prompt_identity(row, config.prompt_key) in exclude:
         return IN_EVALUATION
-    if config.label_key is not None and is_blank(row.get(config.label_key)):
+    if config.label_key is not None and is_blank(cell(row, config.label_key)):
         return MISSING_LABEL
     return None

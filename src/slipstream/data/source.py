@@ -16,16 +16,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import REASONING_GYM_PREFIX, DataConfig
 from slipstream.data.hub import hub_or_cache
 from slipstream.errors import DataError
 
 Row = dict[str, Any]
 
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
-REASONING_GYM_PREFIX = "reasoning_gym:"
-LEARNED_COLUMNS = ("response_key", "chosen_key", "rejected_key")
-"""Keys that name a column with an answer."""
 LONGEST_CSV_CELL = 1 << 30
 
 
@@ -38,7 +35,7 @@ def load_rows(config: DataConfig) -> list[Row]:
     reasoning-gym seeds row i with `task_seed + i`: two sources of one task whose seeds lie closer than `rows` share
     questions. Take task seeds that are far apart (0 and 1000000).
 
-    Raises DataError if the source cannot be read, is empty, or lacks a configured column.
+    Raises DataError if the source cannot be read or is empty.
     """
     source = config.source
     path = Path(source).expanduser()
@@ -54,26 +51,7 @@ def load_rows(config: DataConfig) -> list[Row]:
         rows = _hub_rows(config)
     if not rows:
         raise DataError(f"data.source: {source!r} holds no rows")
-    rows = rows[: config.rows]
-    check_columns(rows, config)
-    return rows
-
-
-def check_columns(rows: list[Row], config: DataConfig) -> None:
-    """Raise DataError if a configured column is in no row. A label is not needed where answers are learned from."""
-    found = sorted({column for row in rows for column in row})
-    wanted: list[tuple[str, str | None, str]] = [("prompt_key", config.prompt_key, "")]
-    learned = [(key, getattr(config, key), "") for key in LEARNED_COLUMNS if getattr(config, key) is not None]
-    wanted += learned or [("label_key", config.label_key, ", or null if rows have no reference answer")]
-    for key, column, alternative in wanted:
-        if column is None or column in found:
-            continue
-        nearest = get_close_matches(column, found, n=1)
-        suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise DataError(
-            f"data.{key}: no column {column!r} in {config.source!r}{suggestion} "
-            f"(columns found: {', '.join(found) or 'none'}); set data.{key} to one of them{alternative}"
-        )
+    return rows[: config.rows]
 
 
 def read_file(path: Path) -> list[Row]:
@@ -106,6 +84,8 @@ def _read_json_lines(path: Path) -> list[Row]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {number}: not valid JSON: {error.msg} (column {error.colno})") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+            raise DataError(f"{path}, line {number}: cannot be read: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
         rows.append(row)
@@ -121,6 +101,8 @@ def _read_json(path: Path) -> list[Row]:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{path}, item {number}: expected a JSON object, found {type(row).__name__}")
@@ -154,10 +136,11 @@ def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(path).read()
+        return list(pyarrow.parquet.ParquetFile(path).read().to_pylist())
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a valid parquet file: {error}") from error
-    return list(table.to_pylist())
+    except (ValueError, OverflowError) as error:  # a time that Python has not, text that is not UTF-8
+        raise DataError(f"{path}: has a value that cannot be read: {error}") from error
 
 
 def _looks_like_path(source: str) -> bool:

@@ -62,10 +62,11 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def require_same_tokens(path: str, policy_path: str, *, key: str) -> None:
+def require_same_tokens(path: str, policy_path: str, *, key: str, exactly: bool = False) -> None:
     """Raise ModelError unless the tokenizer of `path` knows every token of the policy's, under the same id.
 
-    For a model that is given the policy's tokens as they are. `key` is the configuration key of `path`.
+    For a model that is given the policy's tokens as they are; with `exactly` it may have no others either, since it
+    gives a probability to each of its own. `key` is the configuration key of `path`.
     """
     try:
         theirs = load_tokenizer(path).get_vocab()
@@ -74,6 +75,8 @@ def require_same_tokens(path: str, policy_path: str, *, key: str) -> None:
         raise ModelError(str(error).replace("model.path:", f"{key}:", 1)) from None
     ours = load_tokenizer(policy_path).get_vocab()
     differing = [token for token, number in ours.items() if theirs.get(token) != number]
+    if exactly:
+        differing += [token for token in theirs if token not in ours]
     if differing:
         raise ModelError(
             f"{key}: the tokenizer of {path!r} has other tokens than that of model.path {policy_path!r} "
@@ -119,6 +122,12 @@ def _read_model_file(path: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     return content if isinstance(content, dict) else {}
+
+
+def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """Tokens that no ordinary text contains. <think> and tool tags are added tokens, but not control."""
+    special = {int(token) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return frozenset(special | {int(token) for token in tokenizer.all_special_ids})
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:

@@ -10,6 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.data.failure import RewardFailure
+from slipstream.data.turn import Turn
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -24,7 +27,9 @@ BASELINE_INDEX = -1
 class Prompt:
     """One row of a dataset, rendered and tokenized.
 
-    `row` is its index in the source; `text` is what `tokens` spell; `fields` holds all columns of the row.
+    `row` is its index in the source; `text` is what `tokens` spell; `fields` holds all columns of the row. `messages`
+    are those of a row that has a list of them, as the chat template was given them; empty where it has one text.
+    `given` is the prompt as it lies in the row: its text, or its list of messages.
     """
 
     row: int
@@ -32,6 +37,8 @@ class Prompt:
     text: str
     label: Any
     fields: dict[str, Any]
+    messages: tuple[Turn, ...] = ()
+    given: Any = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,9 @@ class Trajectory:
     """One sampled episode: tokens of prompt, policy and environment in the order the policy saw them.
 
     Arrays have length L, the whole sequence. `loss_mask` is True where the policy chose the token; elsewhere
-    `rollout_log_probs` is 0 and `versions` is -1. `reward` is None until it has been scored.
+    `rollout_log_probs` is 0 and `versions` is -1. `reward` is None until it has been scored; `answer` is what the
+    reward function read from the response, where it says so. `turns` is the episode as text: the prompt, then what
+    policy and environment said in turn.
     """
 
     group_id: str
@@ -82,6 +91,8 @@ class Trajectory:
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    turns: tuple[Turn, ...] = ()
+    answer: str | None = None
 
     @property
     def trajectory_id(self) -> str:
@@ -97,16 +108,18 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The scored trajectories of one prompt occurrence, and the failures of those that could not be scored.
+    """The scored trajectories of one prompt occurrence, and the failures of those that could not be scored, by id.
 
     `baseline` is the greedy answer to the same prompt, where the run asks for one: scored, never trained on.
+    `reads_answers`: the reward says which answer it read, so a trajectory without one had none that could be read.
     """
 
     group_id: str
     prompt: Prompt
     trajectories: list[Trajectory]
-    failures: list[str] = field(default_factory=list)
+    failures: dict[str, RewardFailure] = field(default_factory=dict)
     baseline: Trajectory | None = None
+    reads_answers: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,9 +128,12 @@ class TrainingExample:
 
     `tokens` and `loss_mask` have length L. Every array of `token_fields` has length L as well; only its entries
     where `loss_mask` is True are ever read (advantages, old, rollout and reference log-probs, weights).
+    `shared_tokens`: so many of its first tokens are to be computed once, together with those of its neighbours in the
+    micro-batch that have as many and the same ones (data/shared_prompts.py).
     """
 
     example_id: str
     tokens: IntArray
     loss_mask: BoolArray
     token_fields: dict[str, FloatArray] = field(default_factory=dict)
+    shared_tokens: int = 0
