@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError, RewardError
+from slipstream.rewards.conventions import check_options
 from slipstream.rewards.function import (
+    Score,
     UnusableRewardError,
-    check_options,
     check_reward_spec,
     check_reward_value,
     resolve_reward,
@@ -50,7 +51,7 @@ def test_a_file_may_import_its_neighbours(folder):
 
 
 BAD_SPECS = [
-    ("nummber", "'nummber' is neither .* built-in rule .exact_match, number, reasoning_gym.; did you mean 'number'"),
+    ("maths", "'maths' is neither .* built-in rule .*exact_match.*; did you mean 'math'"),
     ("module.function", "neither 'module:function'"),
     (":function", "neither"),
     ("rewards_of_mine:", "neither"),
@@ -79,7 +80,7 @@ def test_the_check_without_running_user_code_runs_none(folder):
     check_reward_spec("loud.py:f")
     for name in ("score_length", "score_remotely", "assigned", "imported"):
         check_reward_spec(f"rewards_of_mine.py:{name}")
-    check_reward_spec("number")
+    check_reward_spec("math")
     check_reward_spec("reasoning_gym")
 
 
@@ -116,14 +117,23 @@ def test_options_must_fit_the_function(folder):
     "value", [1, 1.0, True, Fraction(1), np.float32(1), np.bool_(True), np.array(1.0), torch.tensor(1.0)]
 )
 def test_any_scalar_is_a_reward(value):
-    reward, parts = check_reward_value(value)
-    assert (reward, parts) == (1.0, {})
-    assert type(reward) is float
+    score = check_reward_value(value)
+    assert score == Score(1.0)
+    assert type(score.reward) is float
 
 
 def test_named_parts_add_up_unless_one_of_them_is_the_reward():
-    assert check_reward_value({"right": 1.0, "format": np.float64(0.25)}) == (1.25, {"right": 1.0, "format": 0.25})
-    assert check_reward_value({"reward": 0.5, "words": 12}) == (0.5, {"words": 12.0})
+    assert check_reward_value({"right": 1.0, "format": np.float64(0.25)}) == Score(1.25, {"right": 1.0, "format": 0.25})
+    assert check_reward_value({"reward": 0.5, "words": 12}) == Score(0.5, {"words": 12.0})
+
+
+def test_a_score_is_checked_like_what_it_holds_and_keeps_its_answer():
+    score = check_reward_value(Score(np.float32(1), {"right": True}, "72"))
+    assert score == Score(1.0, {"right": 1.0}, "72")
+    with pytest.raises(UnusableRewardError, match=r"returned nan, expected a finite number"):
+        check_reward_value(Score(float("nan")))
+    with pytest.raises(UnusableRewardError, match=r"for 'right'"):
+        check_reward_value(Score(1.0, {"right": None}))
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from slipstream.config.reward_model import SCORE_MOMENTS
 from slipstream.config.schema import RewardConfig
+from slipstream.data.failure import FailureKind, RewardFailure
 from slipstream.data.trajectory import Trajectory
 from slipstream.errors import ModelError
 from slipstream.rewards import model as model_module
@@ -80,8 +81,10 @@ def test_a_score_that_is_no_number_is_a_failure_and_never_0(load, trajectory):
         model._module.model.get_decoder().embed_tokens.weight[200] = math.nan
     good, bad = trajectory("fine"), replace_tokens(trajectory("bad"), [5, 200, 7])
     first, second, third = model.score([good, bad, good])
-    assert second.reward is None and second.failure == "returned nan by the reward model, expected a finite number"
-    assert first.reward == third.reward is not None and first.parts == {"model": first.reward}
+    expected = "returned nan by the reward model, expected a finite number"
+    assert second.reward is None and second.failure == RewardFailure(FailureKind.RETURNED, expected)
+    # The same sequence at another place of the row: sums are taken in another order.
+    assert first.reward == pytest.approx(third.reward, rel=1e-5) and first.parts == {"model": first.reward}
 
 
 def replace_tokens(trajectory: Trajectory, tokens: list[int]) -> Trajectory:
@@ -152,6 +155,26 @@ def test_a_model_alone_needs_no_function(spec, load, trajectory, tmp_path):
     assert [result.reward for result in found] == load().scores([t.tokens for t in given])
 
 
+def test_each_response_is_scored_on_its_own_whatever_is_scored_beside_it(spec, load, trajectory, tmp_path):
+    """As the controller asks: one call for each response that has ended. Bit for bit, in whatever order they come."""
+    model = load()
+    given = [replace_tokens(trajectory(str(number)), tokens.tolist()) for number, tokens in enumerate(SEQUENCES)]
+    alone = [model.scores([tokens])[0] for tokens in SEQUENCES]
+
+    async def main() -> None:
+        engine = RewardEngine(RewardConfig(model=spec.path), None, str(tmp_path), spec)
+        try:
+            await engine.start()
+            for order in (range(len(given)), reversed(range(len(given)))):
+                indices = list(order)
+                results = await asyncio.gather(*(engine.score([given[index]]) for index in indices))
+                assert [result.reward for [result] in results] == [alone[index] for index in indices]
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
 def test_a_model_and_a_function_are_added_and_a_failure_of_either_is_one_of_both(spec, load, trajectory, tmp_path):
     (tmp_path / "reward.py").write_text(
         "def reward(text):\n    return {'long': len(text.response), 'odd': 1 / (len(text.response) % 2)}\n"
@@ -162,6 +185,94 @@ def test_a_model_and_a_function_are_added_and_a_failure_of_either_is_one_of_both
     [score] = load().scores([odd.tokens])
     assert first.reward == score + 4.0
     assert first.parts == {"model": score, "function": 4.0, "function/long": 3.0, "function/odd": 1.0}
-    assert second.reward is None and (second.failure or "").startswith("raised: ZeroDivisionError")
-    lost = add_results(RewardResult(None, failure="returned nan"), RewardResult(1.0))
-    assert (lost.reward, lost.failure) == (None, "returned nan")
+    assert second.reward is None and str(second.failure).startswith("raised: ZeroDivisionError")
+    failure = RewardFailure(FailureKind.RETURNED, "returned nan")
+    lost = add_results(RewardResult(None, failure=failure), RewardResult(1.0))
+    assert (lost.reward, lost.failure) == (None, failure)
+
+
+# ---------------------------------------------------------------------- process reward models
+
+
+@pytest.fixture
+def answer(trajectory, tiny_tokenizer) -> Callable[[str], Trajectory]:
+    """answer(text): a trajectory whose policy wrote `text`."""
+
+    def make(text: str) -> Trajectory:
+        prompt, response = (tiny_tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("<|user|>q", text))
+        tokens = np.array(prompt + response)
+        return replace(trajectory(text), tokens=tokens, loss_mask=np.arange(len(tokens)) >= len(prompt))
+
+    return make
+
+
+def plain_step_scores(folder: Path, tokens: np.ndarray, places: list[int]) -> list[float]:
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.as_tensor(tokens).unsqueeze(0)).logits[0, places, 0].tolist()
+
+
+def test_steps_are_read_at_their_last_tokens_and_give_what_transformers_gives(
+    load, answer, tiny_process_reward_model, tiny_tokenizer
+):
+    model = load(path=str(tiny_process_reward_model), step_aggregation="min")
+    trajectories = [answer("1 + 2 = 3\n\n3 + 4 = 7<|end|>"), answer("12"), answer("<|end|>"), answer("1\n\n2\n\n3")]
+    found = model.step_scores(trajectories)
+    assert [len(scores) for scores in found] == [2, 1, 0, 3]
+    tokens = trajectories[0].tokens
+    separator = len(answer("1 + 2 = 3\n\n").tokens) - 1
+    assert tiny_tokenizer.decode(tokens[: separator + 1]).endswith("= 3\n\n")
+    expected = plain_step_scores(tiny_process_reward_model, tokens, [separator, len(tokens) - 1])
+    assert found[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert [model.step_scores([each])[0] for each in trajectories] == [
+        pytest.approx(scores, rel=1e-5, abs=1e-6) for scores in found
+    ]
+
+
+@pytest.mark.parametrize(("how", "reduce"), [("min", min), ("product", math.prod), ("mean", np.mean)])
+def test_the_reward_is_made_of_the_probabilities_of_the_steps(load, answer, tiny_process_reward_model, how, reduce):
+    model = load(path=str(tiny_process_reward_model), step_aggregation=how)
+    trajectories = [answer("1 + 2 = 3\n\n3 + 4 = 7<|end|>"), answer(" \n\n<|end|>")]
+    [scores, _] = model.step_scores(trajectories)
+    probabilities = [1 / (1 + math.exp(-score)) for score in scores]
+    result, empty = model.score(trajectories)
+    assert result.reward == pytest.approx(reduce(probabilities))
+    assert result.parts == {
+        "model": result.reward,
+        "model/steps": 2.0,
+        "model/lowest_step": pytest.approx(min(probabilities)),
+    }
+    assert empty.reward == 0.0 and empty.parts == {"model": 0.0, "model/steps": 0.0, "model/lowest_step": 0.0}
+
+
+def test_a_step_score_that_is_no_number_is_a_failure(load, answer, tiny_process_reward_model):
+    model = load(path=str(tiny_process_reward_model), step_aggregation="last")
+    with torch.no_grad():
+        model._module.head.bias.fill_(math.nan)
+    [result] = model.score([answer("1\n\n2")])
+    assert result.reward is None and "returned nan by the reward model" in str(result.failure)
+
+
+def test_what_scores_steps_and_what_scores_answers_are_not_confused(
+    load, tiny_policy, tiny_reward_model, tiny_process_reward_model, tmp_path
+):
+    process = str(tiny_process_reward_model)
+    with pytest.raises(ModelError, match=r"is a process reward model, .*; set reward\.step_aggregation"):
+        load(path=process)
+    with pytest.raises(ModelError, match=r"reward model of whole answers, .*; remove reward\.step_aggregation"):
+        load(path=str(tiny_reward_model), step_aggregation="min")
+    with pytest.raises(ModelError, match=r"^reward\.model: .* is LlamaForCausalLM, no process reward model"):
+        load(path=str(tiny_policy), step_aggregation="min")
+    for number, stored in enumerate((None, "", 3)):
+        path = copied(tiny_process_reward_model, tmp_path / str(number), step_separator=stored)
+        with pytest.raises(ModelError, match=r"does not say what stands between steps \(found step_separator"):
+            load(path=path, step_aggregation="min")
+
+
+def test_steps_and_a_function_are_added_with_the_parts_of_both(spec, answer, tiny_process_reward_model, tmp_path):
+    (tmp_path / "reward.py").write_text("def reward(text):\n    return {'one': 1.0}\n")
+    path = str(tiny_process_reward_model)
+    config = RewardConfig(model=path, step_aggregation="min", function="reward.py:reward")
+    [result] = scored(config, replace(spec, path=path, step_aggregation="min"), [answer("1\n\n2")], tmp_path)
+    assert result.reward == pytest.approx(result.parts["model"] + 1.0)
+    assert result.parts.keys() == {"model", "model/steps", "model/lowest_step", "function", "function/one"}

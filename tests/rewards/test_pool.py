@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,8 +13,10 @@ import psutil
 import pytest
 
 from slipstream.config.schema import RewardConfig
-from slipstream.errors import ConfigError, RewardError
+from slipstream.data.failure import FailureKind, RewardFailure
+from slipstream.errors import ConfigError, EngineLostError, RewardError
 from slipstream.rewards.engine import RewardEngine
+from slipstream.rewards.function import ScoredText
 from slipstream.rewards.pool import RewardPool, pickle_function, scored_text
 
 # Scores 1.0, unless the response is a statement to run.
@@ -28,26 +31,35 @@ def reward(text):
 
 
 @pytest.mark.parametrize(
-    ("response", "failure"),
+    ("response", "kind", "failure"),
     [
-        ("raise ValueError('no verdict')", "raised: ValueError: no verdict (<string>, line 1)"),
-        ("sys.exit(3)", "raised: SystemExit: 3 (<string>, line 1)"),
-        ("value = None", "returned None, expected one number"),
-        ("value = math.nan", "returned nan, expected a finite number"),
-        ("value = [1.0, 0.0, 1.0]", "returned 3 values, expected one number"),
-        ("value = 'good'", "returned the string 'good', expected one number"),
-        ("os._exit(0)", "killed: the process ended with exit code 0"),
-        ("os._exit(3)", "killed: the process ended with exit code 3"),
-        ("ctypes.string_at(0)", "killed: the process ended by SIGSEGV, perhaps for lack of memory"),
-        ("x = bytearray(10**12)", "raised: MemoryError at the limit of 512 MiB (reward.memory_bytes)"),
-        ("x = [b'1' * 2**20 for _ in range(2**20)]", "raised: MemoryError at the limit of 512 MiB"),
-        ("raise TimeoutError('from within')", "raised: TimeoutError: from within (<string>, line 1)"),
+        ("raise ValueError('no verdict')", "raised", "raised: ValueError: no verdict (<string>, line 1)"),
+        ("sys.exit(3)", "raised", "raised: SystemExit: 3 (<string>, line 1)"),
+        ("value = None", "returned", "returned None, expected one number"),
+        ("value = math.nan", "returned", "returned nan, expected a finite number"),
+        ("value = [1.0, 0.0, 1.0]", "returned", "returned 3 values, expected one number"),
+        ("value = 'good'", "returned", "returned the string 'good', expected one number"),
+        ("os._exit(0)", "killed", "killed: the process ended with exit code 0"),
+        ("os._exit(3)", "killed", "killed: the process ended with exit code 3"),
+        ("ctypes.string_at(0)", "killed", "killed: the process ended by SIGSEGV, perhaps for lack of memory"),
+        (
+            "x = bytearray(10**12)",
+            "raised",
+            "raised: MemoryError at the limit of 512 MiB (reward.memory_bytes)",
+        ),
+        ("x = [b'1' * 2**20 for _ in range(2**20)]", "raised", "raised: MemoryError at the limit of 512 MiB"),
+        (
+            "raise TimeoutError('from within')",
+            "raised",
+            "raised: TimeoutError: from within (<string>, line 1)",
+        ),
     ],
 )
-def test_one_bad_response_fails_alone_and_the_others_keep_their_rewards(score, response, failure):
+def test_one_bad_response_fails_alone_and_the_others_keep_their_rewards(score, response, kind, failure):
     results = score(OBEDIENT, "fine", response, "fine", "fine", memory_bytes=2**29)
     assert [result.reward for result in results] == [1.0, None, 1.0, 1.0]
-    assert results[1].failure.startswith(failure)
+    assert results[1].failure.kind == kind
+    assert results[1].failure.message.startswith(failure)
     assert all(result.failure is None for result in (results[0], *results[2:]))
 
 
@@ -59,7 +71,7 @@ def test_a_call_that_never_returns_is_killed_at_its_limit(score, response):
     started = time.monotonic()
     results = score(OBEDIENT, "fine", response, "fine", timeout_s=0.5)
     assert [result.reward for result in results] == [1.0, None, 1.0]
-    assert results[1].failure == "timed out after 0.5 s"
+    assert results[1].failure == RewardFailure(FailureKind.TIMED_OUT, "timed out after 0.5 s")
     assert 0.5 <= results[1].seconds < 10
     assert time.monotonic() - started < 20
 
@@ -76,6 +88,36 @@ def test_the_pool_goes_on_after_a_kill_with_a_new_process(with_pool, trajectory)
     assert result.reward == 1.0
     assert len(before) == len(after) == 1
     assert before != after
+
+
+FORKS = """
+import os, stat
+def reward(text):
+    if text.response == "fork":
+        os.fork()
+    if text.response == "stray":
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            try:
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, (5).to_bytes(8, "big") + b"[1, 2")
+            except OSError:
+                pass
+        return 0.0
+    return {"fork": 0.25}.get(text.response) or float(text.response)
+"""
+
+
+@pytest.mark.parametrize("odd", ["fork", "stray"])
+def test_no_call_is_given_the_answer_to_another(score, odd):
+    """A function that forks comes back twice; one that writes to every descriptor writes to the pool's channel."""
+    results = score(FORKS, "1", odd, "2", odd, "3", "4", workers=1)
+    assert [results[place].reward for place in (0, 2, 4, 5)] == [1.0, 2.0, 3.0, 4.0]
+    for place in (1, 3):
+        if odd == "fork":
+            assert results[place].reward == 0.25
+        else:
+            assert results[place].failure.kind == FailureKind.KILLED
+            assert "no answer to this call" in results[place].failure.message
 
 
 def test_a_process_that_died_between_calls_is_replaced_and_no_call_is_blamed(with_pool, trajectory):
@@ -95,7 +137,7 @@ def test_a_failed_call_is_repeated_if_so_configured(score):
     assert failed.reward == 1.0
     (stubborn,) = score("def reward(text): return 1 / 0", "x", on_failure="retry", retries=2)
     assert stubborn.reward is None
-    assert stubborn.failure.startswith("raised: ZeroDivisionError: division by zero")
+    assert str(stubborn.failure).startswith("raised: ZeroDivisionError: division by zero")
 
 
 @pytest.mark.parametrize(("on_failure", "calls"), [("retry", 3), ("drop_group", 1), ("stop", 1)])
@@ -125,7 +167,8 @@ def test_a_function_is_shown_the_whole_trajectory_as_text(with_pool, trajectory)
     source = textwrap.dedent("""
         def reward(text):
             assert (text.prompt, text.response, text.label, text.fields) == ("1 + 1 =", "two", [2], {"level": 3})
-            assert (text.finish_reason, text.response_length) == ("stop", 2)
+            assert (text.finish_reason, text.response_length, text.response_tokens) == ("stop", 2, (2, 3))
+            assert [(turn.role, turn.text) for turn in text.turns] == [("prompt", "1 + 1 ="), ("assistant", "two")]
             return 1.0
     """)
     item = trajectory("two", label=[2], fields={"level": 3})
@@ -149,7 +192,7 @@ def test_a_coroutine_function_is_awaited_and_cancelled_at_its_limit(with_pool, t
 
     results, same_process = with_pool(source, use, timeout_s=0.5)
     assert [result.reward for result in results] == [1.0, None, 1.0]
-    assert results[1].failure == "timed out after 0.5 s"
+    assert results[1].failure == RewardFailure(FailureKind.TIMED_OUT, "timed out after 0.5 s")
     assert same_process
 
 
@@ -184,7 +227,7 @@ def test_half_an_emoji_and_other_odd_characters_travel(score):
     """)
     results = score(source, "\ud83d", "\0", "\ud83dx")
     assert [result.reward for result in results] == [0xD83D, 0.0, None]
-    assert results[2].failure.startswith("raised: ValueError: \ud83dx")
+    assert str(results[2].failure).startswith("raised: ValueError: \ud83dx")
 
 
 def test_an_exception_whose_text_cannot_be_made_is_still_a_failure_of_one_call(score):
@@ -196,13 +239,13 @@ def test_an_exception_whose_text_cannot_be_made_is_still_a_failure_of_one_call(s
             return 1.0
     """)
     results = score(source, "bad", "good")
-    assert "Nasty: <exception str() failed>" in results[0].failure
+    assert "Nasty: <exception str() failed>" in str(results[0].failure)
     assert results[1].reward == 1.0
 
 
 def test_a_closure_travels_as_an_object(trajectory):
     bonus = 0.25
-    engine = RewardEngine(RewardConfig(function="number"), pickle_function(lambda text: len(text.response) + bonus))
+    engine = RewardEngine(RewardConfig(function="math"), pickle_function(lambda text: len(text.response) + bonus))
 
     async def main():
         await engine.start()
@@ -232,6 +275,7 @@ def test_neither_a_name_nor_an_object_is_refused():
         ("import not_installed", {}, RewardError, "raised ModuleNotFoundError: No module named 'not_installed'"),
         ("raise SystemExit(4)", {}, RewardError, "raised SystemExit: 4"),
         ("import os; os._exit(5)", {}, RewardError, "ended while it imported .* exit code 5"),
+        ("import os; os.kill(os.getpid(), 9)", {}, EngineLostError, "ended while it imported .* SIGKILL"),
         ("def revard(text): return 1", {}, ConfigError, "no function 'reward'; found revard; did you mean 'revard'"),
         ("def reward(text): return 1", {"options": {"x": 1}}, ConfigError, "reward.options do not fit"),
         ("", {"function": "gone.py:reward"}, ConfigError, "there is no file .*gone.py"),
@@ -318,22 +362,112 @@ def test_children_die_with_a_parent_that_is_killed_even_while_they_hang(tmp_path
 
 def test_a_rollout_batch_of_cheap_calls_goes_through(with_pool, trajectory):
     items = [trajectory("#### 2" if i % 3 else "#### 3", index=i) for i in range(768)]
-    results = with_pool("", lambda pool: pool.score(items), function="number")
+    results = with_pool("", lambda pool: pool.score(items), function="math")
     assert [result.reward for result in results] == [1.0 if i % 3 else 0.0 for i in range(768)]
 
 
 def test_a_text_that_would_freeze_an_evaluating_rule_is_scored_like_any_other(with_pool, trajectory):
     items = [trajectory("\\boxed{10^{10^{10}}}" if i == 5 else "#### 2") for i in range(16)]
-    results = with_pool("", lambda pool: pool.score(items), function="number")
+    results = with_pool("", lambda pool: pool.score(items), function="math")
     assert [result.reward for result in results] == [0.0 if i == 5 else 1.0 for i in range(16)]
 
 
-def test_a_row_without_a_usable_label_is_a_failure_and_not_a_reward(with_pool, trajectory):
-    items = [trajectory("2", label="see above"), trajectory("2")]
-    bad, good = with_pool("", lambda pool: pool.score(items), function="number")
-    assert bad.reward is None
-    assert "the label must be a number, found 'see above'" in bad.failure
+@pytest.mark.parametrize("label", ["see above", "", "   ", None])
+@pytest.mark.parametrize("function", ["math", "exact_match"])
+def test_a_row_without_a_usable_label_is_a_failure_and_never_pays(with_pool, trajectory, label, function):
+    """Where prose or nothing stood in the label column, open-r1 paid 1.0 (huggingface/open-r1#215, #293)."""
+    responses = ("2", "", "see above", "None")
+    items = [*(trajectory(response, label=label) for response in responses), trajectory("2")]
+    *bad, good = with_pool("", lambda pool: pool.score(items), function=function)
+    if function == "exact_match" and label == "see above":
+        assert [result.reward for result in bad] == [0.0, 0.0, 1.0, 0.0], "a text like any other"
+    else:
+        assert [result.reward for result in bad] == [None] * 4
+        assert {result.failure.kind for result in bad} == {FailureKind.RAISED}
+        assert "the label must be a" in str(bad[0].failure)
     assert good.reward == 1.0
+
+
+def test_one_none_or_nan_among_eight_leaves_the_other_seven_as_they_are(score):
+    """One such value made the statistics of a whole batch NaN (modelscope/ms-swift#8123, huggingface/trl#5775)."""
+    responses = ["fine"] * 3 + ["value = None"] + ["fine"] * 4
+    results = score(OBEDIENT, *responses)
+    assert [result.reward for result in results] == [1.0] * 3 + [None] + [1.0] * 4
+    results = score(OBEDIENT, *[response.replace("None", "math.nan") for response in responses])
+    assert [result.reward for result in results] == [1.0] * 3 + [None] + [1.0] * 4
+    assert results[3].failure == RewardFailure(FailureKind.RETURNED, "returned nan, expected a finite number")
+
+
+def test_a_computation_that_cannot_be_cancelled_costs_its_own_response_and_its_process(with_pool, trajectory):
+    """A hung sympy call stalled the whole batch (areal-project/AReaL#1426, LLM360/Reasoning360#109)."""
+    source = textwrap.dedent("""
+        def reward(text):
+            content = text.response.removeprefix("\\\\boxed{").removesuffix("}")
+            return float(content == "2" or 10 ** 10 ** 10 == 0)
+    """)
+    items = [trajectory("\\boxed{10^{10^{10}}}" if i == 5 else "\\boxed{2}") for i in range(16)]
+
+    async def use(pool: RewardPool):
+        await pool.start()
+        before = pool.process_ids
+        started = time.monotonic()
+        results = await pool.score(items)
+        return results, time.monotonic() - started, before, pool.process_ids
+
+    results, seconds, before, after = with_pool(source, use, timeout_s=1.0, workers=2)
+    assert [result.reward for result in results] == [None if i == 5 else 1.0 for i in range(16)]
+    assert results[5].failure == RewardFailure(FailureKind.TIMED_OUT, "timed out after 1 s")
+    assert 1.0 <= seconds < 30
+    assert len(set(before) & set(after)) == 1, "one worker was replaced, the other is as it was"
+
+
+def test_limits_hold_in_a_thread_without_any_signal_of_this_process(with_pool, trajectory, monkeypatch):
+    """Limits by SIGALRM raise outside the main thread, or hit a process without a handler (verl-project/verl#1331)."""
+    found, used = [], []
+
+    def score() -> None:
+        items = [trajectory("fine"), trajectory("while True: pass"), trajectory("fine")]
+        found.extend(with_pool(OBEDIENT, lambda pool: pool.score(items), timeout_s=0.5))
+
+    thread = threading.Thread(target=score)
+    with monkeypatch.context() as patched:
+        for name in ("signal", "alarm", "setitimer"):
+            patched.setattr(signal, name, lambda *arguments: used.append(arguments))
+        thread.start()
+        thread.join(60)
+    assert [result.reward for result in found] == [1.0, None, 1.0]
+    assert used == []
+
+
+def test_a_function_may_use_time_limits_of_its_own(score):
+    source = textwrap.dedent("""
+        import signal
+        def stop(number, frame): raise TimeoutError("after its own limit")
+        signal.signal(signal.SIGALRM, stop)
+        def reward(text):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            while True: pass
+    """)
+    (result,) = score(source, "x")
+    assert str(result.failure).startswith("raised: TimeoutError: after its own limit")
+
+
+def test_the_answer_that_was_read_comes_back_and_its_lack_can_be_told_from_not_knowing_any(score):
+    source = textwrap.dedent("""
+        from slipstream import Score
+        def reward(text):
+            return 0.5 if text.response == "plain" else Score(1.0, {"a": 2.0}, {"72": "72"}.get(text.response))
+    """)
+    read, unread, plain = score(source, "72", "no idea", "plain")
+    assert (read.reward, read.parts, read.answer, read.reads_answers) == (1.0, {"a": 2.0}, "72", True)
+    assert (unread.answer, unread.reads_answers) == (None, True)
+    assert (plain.answer, plain.reads_answers) == (None, False)
+
+
+def test_texts_without_a_trajectory_are_scored_alike(with_pool, trajectory):
+    texts = [scored_text(trajectory("2")), ScoredText("", "3", "2", {}, "stop", 0)]
+    results = with_pool("", lambda pool: pool.score_texts(texts), function="math")
+    assert [result.reward for result in results] == [1.0, 0.0]
 
 
 def test_nothing_to_score_gives_nothing(score):

@@ -19,12 +19,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.errors import ConfigError, RewardError
+from slipstream.data.failure import FailureKind, RewardFailure
+from slipstream.errors import ConfigError, EngineLostError, RewardError
 from slipstream.rewards.function import ScoredText
 from slipstream.rewards.worker import FRAME_HEADER, WorkerSetup
 
 START_TIMEOUT_S = 120.0
 """Longest wait for a child to start and to import the module of the reward function."""
+
+LONGEST_ANSWER_BYTES = 1 << 28
+"""More than any answer has. A length beyond it is none, but something else that was written to the channel."""
 
 KILL_GRACE_S = 0.5
 """Added to the time limit of a call before the process is killed: for the way there and back, and for a coroutine,
@@ -38,14 +42,21 @@ EXIT_TIMEOUT_S = 30.0
 class RewardResult:
     """The score of one response. Either `reward` is a finite number, or `failure` says why there is none.
 
-    `parts` are the named parts of the reward if the function gave any. `failure` begins with its kind: 'raised: ',
-    'timed out after ', 'killed: ' or 'returned '. `seconds` is how long the call took, with all its attempts.
+    Both are None where nothing scores. `parts` are the named parts of the reward and `answer` what was read from the
+    response, if the function gave them. `reads_answers` tells a response without an answer from a reward that knows
+    none. `seconds` is how long the call took, with all its attempts.
     """
 
     reward: float | None
     parts: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None
+    failure: RewardFailure | None = None
     seconds: float = 0.0
+    answer: str | None = None
+    reads_answers: bool = False
+
+
+class _StrayAnswerError(Exception):
+    """What came from the child is not the answer to what it was asked."""
 
 
 class RewardChild:
@@ -55,6 +66,7 @@ class RewardChild:
         self._setup = setup
         self._working_directory = working_directory
         self._process: subprocess.Popen[bytes] | None = None
+        self._calls = 0
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     @property
@@ -83,12 +95,15 @@ class RewardChild:
         started = time.perf_counter()
         try:
             async with asyncio.timeout(self._setup.timeout_s + KILL_GRACE_S):
-                return RewardResult(**await self._exchange(text))
+                return _result(await self._exchange(text))
         except TimeoutError:
             await self.kill()
-            failure = f"timed out after {self._setup.timeout_s:g} s"
+            failure = RewardFailure(FailureKind.TIMED_OUT, f"timed out after {self._setup.timeout_s:g} s")
+        except _StrayAnswerError as error:
+            await self.kill()
+            failure = RewardFailure(FailureKind.KILLED, f"killed: {error}")
         except (ConnectionError, asyncio.IncompleteReadError):
-            failure = f"killed: {_describe_exit(await self.kill())}"
+            failure = RewardFailure(FailureKind.KILLED, f"killed: {_describe_exit(await self.kill())}")
         except BaseException:
             await self.kill()  # or its answer would be taken for that of the next call
             raise
@@ -138,8 +153,13 @@ class RewardChild:
                 f"the reward process did not import the reward function within {START_TIMEOUT_S:g} s"
             ) from error
         except (ConnectionError, asyncio.IncompleteReadError) as error:
-            how = _describe_exit(await self.kill())
-            raise RewardError(f"the reward process ended while it imported the reward function: {how}") from error
+            exit_code = await self.kill()
+            how = _describe_exit(exit_code)
+            # What somebody killed may be imported by the next one; what ended by itself will do so again.
+            error_class = EngineLostError if exit_code == -signal.SIGKILL else RewardError
+            raise error_class(f"the reward process ended while it imported the reward function: {how}") from error
+        except _StrayAnswerError as error:
+            raise RewardError(f"while the reward function was imported, {error}") from error
         if "error" in answer:
             raise (ConfigError if answer["kind"] == "ConfigError" else RewardError)(answer["error"])
 
@@ -149,16 +169,35 @@ class RewardChild:
         return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
     async def _exchange(self, message: ScoredText | WorkerSetup) -> dict[str, Any]:
-        """Send a message and wait for its answer. Raises ConnectionError or IncompleteReadError if the process ends."""
+        """Send a message and wait for its answer, which repeats the number of the call.
+
+        Raises ConnectionError or IncompleteReadError if the process ends, _StrayAnswerError if it says anything else.
+        """
         if self._streams is None:
             raise ConnectionError("the process was killed")
         reader, writer = self._streams
-        payload = pickle.dumps(message)
+        self._calls += 1
+        payload = pickle.dumps((self._calls, message))
         writer.write(FRAME_HEADER.pack(len(payload)) + payload)
         await writer.drain()
         (size,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
-        answer: dict[str, Any] = json.loads(await reader.readexactly(size))
+        answer = None
+        if size <= LONGEST_ANSWER_BYTES:
+            try:
+                answer = json.loads(await reader.readexactly(size))
+            except (ValueError, RecursionError):
+                answer = None  # as if it were another's
+        if not isinstance(answer, dict) or answer.pop("call", None) != self._calls:
+            raise _StrayAnswerError("its process sent what is no answer to this call; does the reward function fork?")
         return answer
+
+
+def _result(answer: dict[str, Any]) -> RewardResult:
+    """The result in a child's answer, which is JSON."""
+    failure = answer.pop("failure")
+    return RewardResult(
+        failure=None if failure is None else RewardFailure(FailureKind(failure["kind"]), failure["message"]), **answer
+    )
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -1,26 +1,27 @@
 """What a reward function is: how it is named, what it is given and what it may return.
 
-A reward function takes one `ScoredText`, plus the configured options as keyword arguments, and returns a number or a
-dict of named numbers; it may be a coroutine function. It runs in a child process (`worker.py`) that `pool.py` starts,
-limits and kills. This module imports nothing heavy, because every child imports it.
+A reward function takes one `ScoredText`, plus the configured options as keyword arguments, and returns a number, a
+dict of named numbers or a `Score`; it may be a coroutine function. Functions written for other trainers are brought
+into this form by `conventions.py`. It runs in a child process (`worker.py`) that `pool.py` starts, limits and kills.
+This module imports nothing heavy, because every child imports it.
 """
 
 import difflib
-import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from slipstream.data.turn import Turn
 from slipstream.errors import ConfigError, RewardError
 from slipstream.import_path import check_function, is_import_path, load_function
-from slipstream.rewards.rules import BUILTIN_REWARDS
+from slipstream.rewards.builtin import BUILTIN_REWARDS
 
 KEY = "reward.function"
 
 RewardFunction = Callable[..., Any]
-"""`reward(text: ScoredText, **options) -> float | dict[str, float]`, or a coroutine function of that form."""
+"""`reward(text: ScoredText, **options) -> float | dict[str, float] | Score`, or a coroutine function of that form."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class ScoredText:
     """One response and all that is known of it, as text.
 
     `label` is the value of the label column, `fields` holds all columns of the row. `finish_reason` is stop, length,
-    environment or aborted; `response_length` counts the tokens the policy chose.
+    environment or aborted; `response_length` counts the tokens the policy chose, which `response_tokens` lists. `turns`
+    is the whole trajectory: the messages of the prompt, then what policy and environment said in turn. `prompt` and
+    `response` are the same as two texts. Where there is no trajectory behind it, turns and tokens are empty.
     """
 
     prompt: str
@@ -37,6 +40,21 @@ class ScoredText:
     fields: dict[str, Any]
     finish_reason: str
     response_length: int
+    turns: tuple[Turn, ...] = ()
+    response_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a response is worth: the reward, its named parts, and the answer that was read from the response.
+
+    A reward function may return one. `answer` is for people: it is kept with the samples of a run and printed by
+    `slipstream grade`; None where no answer was found or the notion does not apply.
+    """
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class UnusableRewardError(Exception):
@@ -60,41 +78,34 @@ def check_reward_spec(spec: str) -> None:
     check_function(_import_path(spec), key=KEY)
 
 
-def check_options(function: RewardFunction, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the function cannot be called with a `ScoredText` and these options."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # some compiled callables have no signature to check
-    try:
-        signature.bind(object(), **options)
-    except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ConfigError(
-            f"reward.options do not fit the reward function: {name}{signature} is called with a ScoredText and "
-            f"{', '.join(sorted(options)) or 'no options'}: {error}"
-        ) from error
-
-
-def check_reward_value(value: object) -> tuple[float, dict[str, float]]:
-    """Return the reward and its named parts from what a function returned.
+def check_reward_value(value: object) -> Score:
+    """Return the checked score from what a function returned.
 
     A number is the reward: int, float, bool, or a scalar of numpy or torch. A dict of numbers gives named parts; the
-    reward is the value of its key 'reward' if it has one, else the sum. Raises UnusableRewardError for everything else:
-    nothing is ever turned into 0.
+    reward is the value of its key 'reward' if it has one, else the sum. A `Score` says all of it. Raises
+    UnusableRewardError for everything else: nothing is ever turned into 0.
     """
+    if isinstance(value, Score):
+        answer = None if value.answer is None else str(value.answer)
+        return Score(_number(value.reward), _numbers(value.parts), answer)
     if not isinstance(value, Mapping):
-        return _number(value), {}
+        return Score(_number(value))
     if not value:
         raise UnusableRewardError("returned an empty dict, expected at least one named number")
+    parts = _numbers(value)
+    reward = parts.pop("reward") if "reward" in parts else _number(sum(parts.values()))
+    return Score(reward, parts)
+
+
+def _numbers(values: Mapping[Any, object]) -> dict[str, float]:
+    """The floats of a dict by the text of their names; UnusableRewardError names the one that is none."""
     parts: dict[str, float] = {}
-    for name, part in value.items():
+    for name, part in values.items():
         try:
             parts[str(name)] = _number(part)
         except UnusableRewardError as error:
             raise UnusableRewardError(f"{error} for {name!r}") from error
-    reward = parts.pop("reward") if "reward" in parts else _number(sum(parts.values()))
-    return reward, parts
+    return parts
 
 
 def _number(value: object) -> float:

@@ -1,7 +1,8 @@
 """A reward model at work: the tokens of trajectories in, one score each out.
 
 Part of the reward engine, in whose process it computes. A trajectory's tokens are scored as they were sampled, packed
-end to end, read at the last of them; no text is made and none is tokenized. torch is imported where it is used.
+end to end; no text is tokenized. They are read at the last of them, and by a process reward model at the last token of
+each step (`data/step_ends.py`). torch is imported where it is used.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.config.reward_model import SCORE_MOMENTS
+from slipstream.config.reward_model import SCORE_MOMENTS, STEP_SEPARATOR
+from slipstream.config.schema import StepAggregation
+from slipstream.data.failure import FailureKind, RewardFailure
 from slipstream.data.packing import plan_micro_batches
-from slipstream.data.tokenizer import require_same_tokens
+from slipstream.data.step_ends import StepEnds
+from slipstream.data.tokenizer import load_tokenizer, require_same_tokens
 from slipstream.data.trajectory import IntArray, Trajectory
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.rewards.child import RewardResult
+from slipstream.rewards.steps import aggregate_steps, step_probabilities
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +42,7 @@ class RewardModelSpec:
 
     `path` is that of the reward model, `policy_path` of the model whose tokens it is going to read. `dtype` is
     "float32" or "bfloat16". `normalize`: subtract the mean and divide by the deviation stored with the model.
+    `step_aggregation`: the model is a process reward model, and this is how its steps become a reward.
     """
 
     path: str
@@ -44,6 +50,7 @@ class RewardModelSpec:
     dtype: str
     threads: int
     normalize: bool
+    step_aggregation: StepAggregation | None = None
 
 
 class RewardModel:
@@ -56,41 +63,63 @@ class RewardModel:
     def load(self) -> None:
         """Load the model onto this process's device.
 
-        Raises ModelError for what is no reward model, one that reads other tokens than the policy writes, and one
-        without moments to normalize by.
+        Raises ModelError for what is no reward model, or one of the other kind, one that reads other tokens than the
+        policy writes, one without moments to normalize by, and one of steps that does not say what divides them.
         """
         import torch
 
         from slipstream.models.hardware import detect_hardware
-        from slipstream.models.loading import load_value_model
+        from slipstream.models.loading import load_process_reward_model, load_value_model
         from slipstream.models.value import ValueModule
 
         spec = self.spec
         torch.set_num_threads(spec.threads)
         require_same_tokens(spec.path, spec.policy_path, key=KEY)
-        model = load_value_model(spec.path, dtype=spec.dtype, key=KEY, needs_head=True)
+        load = load_value_model if spec.step_aggregation is None else load_process_reward_model
+        model = load(spec.path, dtype=spec.dtype, key=KEY, needs_head=True)
         self._mean, self._std = score_moments(getattr(model.config, SCORE_MOMENTS, None), spec)
+        if spec.step_aggregation is not None:
+            self._step_ends = step_ends_of(spec.path, getattr(model.config, STEP_SEPARATOR, None))
         self._device = detect_hardware().device
         self._module = ValueModule(model).requires_grad_(False).eval().to(self._device)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[RewardResult]:
         """One result for each trajectory, in their order. A score that is no finite number is a failure."""
         started = time.perf_counter()
-        scores = self.scores([trajectory.tokens for trajectory in trajectories])
+        if self.spec.step_aggregation is None:
+            results = [_result(score) for score in self.scores([trajectory.tokens for trajectory in trajectories])]
+        else:
+            results = [
+                _result_of_steps(scores, self.spec.step_aggregation) for scores in self.step_scores(trajectories)
+            ]
         seconds = (time.perf_counter() - started) / max(len(trajectories), 1)
-        return [_result(score, seconds) for score in scores]
+        return [replace(result, seconds=seconds) for result in results]
 
     def scores(self, sequences: Sequence[IntArray]) -> list[float]:
         """The score at the last token of each sequence, normalized if so configured."""
-        lengths = [len(tokens) for tokens in sequences]
-        [batches] = plan_micro_batches(lengths, tokens_per_micro_batch=TOKENS_PER_BATCH, ranks=1)
-        scores = [math.nan] * len(sequences)
-        for batch in batches:
-            for index, score in zip(batch, self._forward([sequences[index] for index in batch]).tolist(), strict=True):
-                scores[index] = (score - self._mean) / self._std
-        return scores
+        read = self._read(sequences, [np.array([len(tokens) - 1]) for tokens in sequences])
+        return [(score - self._mean) / self._std for [score] in read]
 
-    def _forward(self, sequences: Sequence[IntArray]) -> torch.Tensor:
+    def step_scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The score of each step of each trajectory: what a process reward model gives, a logit."""
+        places = [self._step_ends.find(trajectory.tokens, trajectory.loss_mask) for trajectory in trajectories]
+        return self._read([trajectory.tokens for trajectory in trajectories], places)
+
+    def _read(self, sequences: Sequence[IntArray], places: Sequence[IntArray]) -> list[list[float]]:
+        """What the model gives at `places`, ascending, of each sequence. A sequence without any is not looked at."""
+        read: list[list[float]] = [[] for _ in sequences]
+        chosen = [index for index, wanted in enumerate(places) if len(wanted)]
+        lengths = [len(sequences[index]) for index in chosen]
+        [batches] = plan_micro_batches(lengths, tokens_per_micro_batch=TOKENS_PER_BATCH, ranks=1)
+        for batch in batches:
+            indices = [chosen[number] for number in batch]
+            wanted = [places[index] for index in indices]
+            values = self._forward([sequences[index] for index in indices], wanted).tolist()
+            for index, own in zip(indices, wanted, strict=True):
+                read[index], values = values[: len(own)], values[len(own) :]
+        return read
+
+    def _forward(self, sequences: Sequence[IntArray], places: Sequence[IntArray]) -> torch.Tensor:
         import torch
 
         from slipstream.models.attention import packed_sequences
@@ -98,15 +127,33 @@ class RewardModel:
         if self._module is None:
             raise RuntimeError("the reward model is used before it is loaded")
         lengths = [len(tokens) for tokens in sequences]
+        starts = np.cumsum([0, *lengths[:-1]])
         rows = (
             np.concatenate(sequences),
             np.concatenate([np.arange(length) for length in lengths]),
-            np.cumsum(lengths) - 1,
+            np.concatenate([start + own for start, own in zip(starts, places, strict=True)]),
         )
-        tokens, positions, ends = (torch.from_numpy(row.astype(np.int64)).to(self._device) for row in rows)
+        tokens, positions, readers = (torch.from_numpy(row.astype(np.int64)).to(self._device) for row in rows)
         with torch.no_grad(), packed_sequences(lengths):
-            values: torch.Tensor = self._module(tokens, positions, ends)["values"]
+            values: torch.Tensor = self._module(tokens, positions, readers)["values"]
         return values.double().cpu()
+
+
+def step_ends_of(path: str, separator: Any) -> StepEnds:
+    """What finds the steps for the process reward model at `path`, which stores the `separator` between them.
+
+    Raises ModelError where it stores none that can be used.
+    """
+    if not isinstance(separator, str) or not separator:
+        raise ModelError(
+            f"{KEY}: {path!r} does not say what stands between steps (found {STEP_SEPARATOR} {separator!r} in its "
+            "config.json, expected a text): train it with `slipstream reward-model`, or write the text it was trained "
+            "with there"
+        )
+    try:
+        return StepEnds(load_tokenizer(path), separator)
+    except ConfigError as error:
+        raise ModelError(f"{KEY}: {path!r}: {error}") from None
 
 
 def score_moments(stored: Any, spec: RewardModelSpec) -> tuple[float, float]:
@@ -126,8 +173,21 @@ def score_moments(stored: Any, spec: RewardModelSpec) -> tuple[float, float]:
     return float(mean), float(std)
 
 
-def _result(score: float, seconds: float) -> RewardResult:
-    if not math.isfinite(score):
-        failure = f"returned {score} by the reward model, expected a finite number"
-        return RewardResult(None, failure=failure, seconds=seconds)
-    return RewardResult(score, {"model": score}, seconds=seconds)
+def _result(score: float) -> RewardResult:
+    return RewardResult(score, {"model": score}) if math.isfinite(score) else _not_finite(score)
+
+
+def _result_of_steps(scores: Sequence[float], how: StepAggregation) -> RewardResult:
+    """With the number of steps and the lowest of their probabilities among the parts of the reward."""
+    for score in scores:
+        if not math.isfinite(score):
+            return _not_finite(score)
+    probabilities = step_probabilities(scores)
+    reward = aggregate_steps(probabilities, how)
+    lowest = aggregate_steps(probabilities, "min")
+    return RewardResult(reward, {"model": reward, "model/steps": float(len(scores)), "model/lowest_step": lowest})
+
+
+def _not_finite(score: float) -> RewardResult:
+    message = f"returned {score} by the reward model, expected a finite number"
+    return RewardResult(None, failure=RewardFailure(FailureKind.RETURNED, message))

@@ -88,8 +88,11 @@ class RewardPool:
 
         Raises RewardError if the pool is closed, or if a killed child cannot be started again.
         """
+        return await self.score_texts([scored_text(trajectory) for trajectory in trajectories])
+
+    async def score_texts(self, texts: Sequence[ScoredText]) -> list[RewardResult]:
+        """The same for responses without a trajectory behind them. Raises as `score` does."""
         self._check_open()
-        texts = [scored_text(trajectory) for trajectory in trajectories]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._score(text)) for text in texts]
@@ -132,4 +135,6 @@ def scored_text(trajectory: Trajectory) -> ScoredText:
         fields=trajectory.fields,
         finish_reason=trajectory.finish_reason,
         response_length=trajectory.response_length,
+        turns=trajectory.turns,
+        response_tokens=tuple(trajectory.tokens[trajectory.loss_mask].tolist()),
     )

@@ -21,21 +21,24 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from slipstream.data.failure import FailureKind
 from slipstream.errors import SlipstreamError
+from slipstream.rewards.conventions import adapt, check_options
 from slipstream.rewards.function import (
     RewardFunction,
+    Score,
     ScoredText,
     UnusableRewardError,
-    check_options,
     check_reward_value,
     resolve_reward,
 )
 
 FRAME_HEADER = struct.Struct("!Q")
-"""Every message is preceded by its length in bytes. Requests are pickles, answers are JSON."""
+"""Every message is preceded by its length in bytes. Requests are pickles of a number and a message; answers are JSON,
+with that number as `call`."""
 
 LONGEST_FAILURE = 500
 """Characters kept of what a function raised."""
@@ -55,19 +58,31 @@ def main(channel_descriptor: int, parent_pid: int) -> None:
     """Serve calls over a connected socket until the parent closes it."""
     die_with_parent(parent_pid)
     with socket.socket(fileno=channel_descriptor) as channel, asyncio.Runner() as runner:
-        setup: WorkerSetup = pickle.loads(_receive(channel))
+        process = os.getpid()
+        setup: WorkerSetup
+        call, setup = pickle.loads(_receive(channel))
         _limit_memory(setup.memory_bytes)
         try:
             function = _load(setup)
         except SlipstreamError as error:
-            _answer(channel, {"error": str(error), "kind": type(error).__name__})
+            _answer(channel, call, {"error": str(error), "kind": type(error).__name__})
             return
         except BaseException as error:  # a pickle that can't be read, or a module that calls sys.exit
-            _answer(channel, {"error": f"loading the reward function {describe(error)}", "kind": "RewardError"})
+            _answer(channel, call, {"error": f"loading the reward function {describe(error)}", "kind": "RewardError"})
             return
-        _answer(channel, {"ready": True})
+        _leave_if_copy(process)
+        _answer(channel, call, {"ready": True})
         while request := _receive(channel):
-            _answer(channel, _call(function, pickle.loads(request), setup, runner))
+            call, text = pickle.loads(request)
+            answer = _call(function, text, setup, runner)
+            _leave_if_copy(process)
+            _answer(channel, call, answer)
+
+
+def _leave_if_copy(process: int) -> None:
+    """End a process that the reward function forked and that came back from it, or both would answer."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -91,31 +106,37 @@ def _load(setup: WorkerSetup) -> RewardFunction:
     spec = setup.function
     function = resolve_reward(pickle.loads(spec) if isinstance(spec, bytes) else spec)
     check_options(function, setup.options)
-    return function
+    return adapt(function)
 
 
-def _call(
-    function: RewardFunction, text: ScoredText, setup: WorkerSetup, runner: asyncio.Runner
-) -> dict[str, float | str | dict[str, float] | None]:
+def _call(function: RewardFunction, text: ScoredText, setup: WorkerSetup, runner: asyncio.Runner) -> dict[str, Any]:
     """Score one text. Whatever the function does short of ending the process becomes a reward or a failure."""
     started = time.perf_counter()
-    reward: float | None = None
-    parts: dict[str, float] = {}
-    failure: str | None = None
+    score: Score | None = None
+    reads_answers = False
+    failure: dict[str, str] | None = None
     try:
         value = function(text, **setup.options)
         if inspect.isawaitable(value):
             value = runner.run(_await_within(value, setup.timeout_s))
-        reward, parts = check_reward_value(value)
+        reads_answers = isinstance(value, Score)
+        score = check_reward_value(value)
     except UnusableRewardError as error:
-        failure = str(error)
+        failure = _failure(FailureKind.RETURNED, str(error))
     except _TimeLimitError:
-        failure = f"timed out after {setup.timeout_s:g} s"
+        failure = _failure(FailureKind.TIMED_OUT, f"timed out after {setup.timeout_s:g} s")
     except MemoryError:
-        failure = f"raised: MemoryError at the limit of {setup.memory_bytes / 2**20:.0f} MiB (reward.memory_bytes)"
+        limit = f"{setup.memory_bytes / 2**20:.0f} MiB (reward.memory_bytes)"
+        failure = _failure(FailureKind.RAISED, f"raised: MemoryError at the limit of {limit}")
     except BaseException as error:  # sys.exit() in a reward function must not end the worker
-        failure = describe(error)
-    return {"reward": reward, "parts": parts, "failure": failure, "seconds": time.perf_counter() - started}
+        failure = _failure(FailureKind.RAISED, describe(error))
+    outcome = {"reward": None} if score is None else asdict(score) | {"reads_answers": reads_answers}
+    return outcome | {"failure": failure, "seconds": time.perf_counter() - started}
+
+
+def _failure(kind: FailureKind, message: str) -> dict[str, str]:
+    """A `RewardFailure` in JSON."""
+    return {"kind": kind, "message": message}
 
 
 class _TimeLimitError(Exception):
@@ -158,8 +179,10 @@ def _receive_exactly(channel: socket.socket, size: int) -> bytes:
     return bytes(received)
 
 
-def _answer(channel: socket.socket, answer: dict[str, Any]) -> None:
-    payload = json.dumps(answer).encode("ascii")  # json escapes whatever is not ASCII, lone surrogates as well
+def _answer(channel: socket.socket, call: int, answer: dict[str, Any]) -> None:
+    payload = json.dumps({"call": call} | answer).encode(
+        "ascii"
+    )  # json escapes whatever is not ASCII, lone surrogates as well
     # What the function printed is buffered, and would be lost if this process is killed before it fills the buffer.
     with contextlib.suppress(OSError, ValueError):  # the function may have closed standard output
         sys.stdout.flush()
