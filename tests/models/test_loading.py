@@ -2,14 +2,17 @@
 
 import json
 import time
+from copy import copy
 
 import pytest
 import torch
+from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from slipstream.data import hub
 from slipstream.errors import ModelError
 from slipstream.models.attention import packed_sequences
-from slipstream.models.loading import load_policy, load_value_model
+from slipstream.models.loading import load_policy, load_process_reward_model, load_value_model
+from slipstream.models.verification import require_divisible_rows
 
 
 @pytest.fixture
@@ -108,10 +111,29 @@ def test_an_unknown_family_is_a_model_error(folder):
         load_policy(str(folder), dtype="float32")
 
 
-def test_a_family_whose_attention_is_not_computed_is_refused_at_load(make_model, tmp_path):
-    make_model("gemma2").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="soft-capping"):
+def test_a_family_that_packing_would_change_is_refused_at_load(families, tmp_path):
+    families.save_model("bloom", tmp_path)
+    with pytest.raises(ModelError, match=r"^model\.path: .*something else on a packed row.*What works is"):
         load_policy(str(tmp_path), dtype="float32")
+
+
+def test_a_sliding_window_that_does_not_reach_the_attention_is_refused(make_model, tmp_path, monkeypatch):
+    make_model("mistral", sliding_window=100).save_pretrained(tmp_path)
+    monkeypatch.setattr(MistralAttention, "forward", without_window(MistralAttention.forward))
+    with pytest.raises(ModelError, match=r"sliding window of 100 in 2 layers .* called with windows none in 0"):
+        load_policy(str(tmp_path), dtype="float32")
+
+
+def without_window(forward):
+    def changed(self, *arguments, **options):
+        config, self.config = self.config, copy(self.config)
+        self.config.sliding_window = None
+        try:
+            return forward(self, *arguments, **options)
+        finally:
+            self.config = config
+
+    return changed
 
 
 def test_a_hub_name_that_cannot_be_had_fails_at_once_and_points_to_a_local_folder(monkeypatch):
@@ -166,12 +188,59 @@ def test_a_model_that_reads_both_ways_is_no_critic(tmp_path):
         load_critic(tmp_path)
 
 
-def test_a_critic_whose_attention_is_not_computed_is_refused_at_load(make_model, tmp_path):
-    make_model("gemma2").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="soft-capping"):
+def test_a_critic_that_packing_would_change_is_refused_at_load(families, tmp_path):
+    families.save_model("bloom", tmp_path)
+    with pytest.raises(ModelError, match=r"^critic\.path: .*something else on a packed row"):
         load_critic(tmp_path)
 
 
 def test_what_is_wrong_with_the_folder_of_a_critic_names_its_key():
     with pytest.raises(ModelError, match=r"^critic\.path: no folder"):
         load_critic("./no-such-model")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_process_reward_model_from_a_language_model_finds_all_steps_alike(family, make_model, tmp_path):
+    """On loading, its scores of all tokens of a probe are compared with those of Transformers."""
+    make_model(family).save_pretrained(tmp_path)
+    model = load_process_reward_model(str(tmp_path), dtype="float32", key="model.path")
+    assert type(model).__name__.endswith("ForTokenClassification") and model.config.num_labels == 1
+    assert not model.score.weight.any() and not model.score.bias.any() and model.training
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere"])
+def test_a_family_without_a_class_for_steps_is_refused(family, make_model, tmp_path):
+    make_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"^model\.path: Transformers has no token-classification class for "):
+        load_process_reward_model(str(tmp_path), dtype="float32", key="model.path")
+
+
+def test_a_process_reward_model_keeps_its_head_and_is_no_critic(make_model, tmp_path):
+    from transformers import AutoModelForTokenClassification
+
+    make_model("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    torch.nn.init.normal_(model.score.bias)
+    model.save_pretrained(tmp_path / "steps")
+    loaded = load_process_reward_model(str(tmp_path / "steps"), dtype="float32", key="model.path", needs_head=True)
+    assert torch.equal(loaded.score.weight, model.score.weight) and torch.equal(loaded.score.bias, model.score.bias)
+    with pytest.raises(ModelError, match=r"^critic\.path: .* is a process reward model, which scores steps"):
+        load_critic(tmp_path / "steps")
+    with pytest.raises(ModelError, match=r"^reward\.model: .* is LlamaForCausalLM, no process reward model"):
+        load_process_reward_model(str(tmp_path / "base"), dtype="float32", key="reward.model", needs_head=True)
+    rewrite(tmp_path / "steps", lambda weights: weights.pop("score.bias"))
+    with pytest.raises(ModelError, match=r"lacks 1 weights of the model, such as 'score\.bias'"):
+        load_process_reward_model(str(tmp_path / "steps"), dtype="float32", key="model.path")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_position_embeddings_that_look_at_the_whole_row_cannot_be_divided(kind, make_model):
+    divisible = make_model("llama")
+    require_divisible_rows(divisible, "m", "model.path")
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    if kind == "longrope":
+        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    with pytest.raises(
+        ModelError, match=rf"^model\.path: 'm' has position embeddings of the kind {kind}, .*parallel to 1"
+    ):
+        require_divisible_rows(make_model("llama", rope_parameters=parameters), "m", "model.path")

@@ -7,11 +7,11 @@ out going the other way, and GGUF files that are split over several parts.
 
 import importlib.metadata
 import importlib.util
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.errors import ModelError
+from slipstream.models.output_folder import require_free, written_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,8 +27,7 @@ def import_gguf(source: str, out: Path, *, dtype: str = "float32") -> None:
     and is not an empty folder.
     """
     file = find_gguf(source)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} exists and is not an empty folder; choose another output folder or remove it")
+    require_free(out)
 
     import torch
     from transformers import AutoTokenizer
@@ -38,13 +37,9 @@ def import_gguf(source: str, out: Path, *, dtype: str = "float32") -> None:
         model = _load_expanded(file)
     except (ValueError, KeyError, OSError, ImportError, NotImplementedError) as error:
         raise ModelError(f"cannot read the GGUF file {file}: {error}") from error
-    # Complete or absent: the folder gets its name when all of it is written.
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
-        partial = Path(temporary) / out.name
+    with written_whole(out) as partial:
         model.to(getattr(torch, dtype)).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        partial.replace(out)
 
 
 def find_gguf(source: str) -> Path:

@@ -1,6 +1,7 @@
 """Loading a model for training: packed attention, no dropout, and words for all that can fail.
 
-A policy is a causal language model, a critic one with a head that gives one number (models/value.py).
+A policy is a causal language model, a critic or a reward model one with a head that gives one number
+(models/value.py).
 """
 
 from collections.abc import Collection, Iterator
@@ -13,19 +14,23 @@ from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
+from slipstream.config.reward_model import SEQUENCE_CLASSIFIER, TOKEN_CLASSIFIER
 from slipstream.data.hub import hub_or_cache
 from slipstream.errors import ModelError
 from slipstream.models.attention import PACKED_ATTENTION
 from slipstream.models.log_probs import verify_head
-from slipstream.models.value import VALUE_HEAD, VALUE_HEAD_WEIGHT, verify_value_head
+from slipstream.models.value import VALUE_HEAD, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT, verify_value_head
+from slipstream.models.verification import require_known_layers, verify_packing
 
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # Configuration keys that make the forward pass of a model in training mode random. Log-probs must not be: the first
@@ -37,15 +42,19 @@ RANDOMNESS_WORDS = ("dropout", "pdrop", "drop_rate", "jitter_noise")
 HEAD_NAMES = ("score.", "classifier.", "v_head.", "value_head.", "regression_head.")
 
 
-def load_policy(path: str, *, dtype: str, activation_checkpointing: bool = False) -> PreTrainedModel:
+def load_policy(
+    path: str, *, dtype: str, key: str = "model.path", activation_checkpointing: bool = False
+) -> PreTrainedModel:
     """A causal language model from a local folder or the hub, on the CPU, in training mode without any randomness.
 
-    `dtype` is "float32" or "bfloat16". Raises ModelError if the folder, its configuration or its weights are missing,
-    the hub cannot be reached, or the model computes log-probs in a way that is not known here.
+    `dtype` is "float32" or "bfloat16", `key` the configuration key that `path` stands in. Raises ModelError if the
+    folder, its configuration or its weights are missing, the hub cannot be reached, the model computes log-probs in a
+    way that is not known here, or its tokens meet elsewhere than in attention.
     """
-    config = _read_config(path, "model.path")
-    model, report = _load_weights(AutoModelForCausalLM, path, config=config, dtype=dtype, key="model.path")
-    _require_complete(report["missing_keys"], path, "model.path")
+    config = _read_config(path, key)
+    model, report = _load_weights(AutoModelForCausalLM, path, config=config, dtype=dtype, key=key)
+    _require_complete(report["missing_keys"], path, key)
+    verify_packing(model, path, key)
     verify_head(model)
     return _ready_to_train(model, activation_checkpointing=activation_checkpointing)
 
@@ -57,34 +66,112 @@ def load_value_model(
 
     From a reward model, whose head it keeps, or from a causal language model, which gets a head of zeros. `key` is the
     configuration key that `path` stands in. Otherwise as `load_policy`; raises ModelError also for a model with
-    several labels or a head that is not one matrix, and for a language model where `needs_head`.
+    several labels or a head that is not one matrix, for a process reward model, and for a language model where
+    `needs_head`.
     """
     config = _read_config(path, key)
-    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
+    if _is_a(TOKEN_CLASSIFIER, config):
+        raise ModelError(
+            f"{key}: {path!r} is a process reward model, which scores steps and no whole answers; "
+            + ("set reward.step_aggregation, which makes one score of them, or give" if needs_head else "expected")
+            + " a reward model trained on pairs"
+            + ("" if needs_head else " or a causal language model")
+        )
+    is_classifier = _is_a(SEQUENCE_CLASSIFIER, config)
+    if needs_head and not is_classifier:
+        raise ModelError(
+            f"{key}: {path!r} is {_architecture(config)}, no reward model; expected a sequence-classification model "
+            "with one label, as `slipstream reward-model` exports it"
+        )
+    return _load_with_head(
+        path,
+        config,
+        dtype=dtype,
+        key=key,
+        is_classifier=is_classifier,
+        activation_checkpointing=activation_checkpointing,
+    )
+
+
+def load_process_reward_model(
+    path: str, *, dtype: str, key: str, activation_checkpointing: bool = False, needs_head: bool = False
+) -> PreTrainedModel:
+    """A model that scores the steps of an answer: a token-classification model with one label.
+
+    As `load_value_model`; raises ModelError also for a reward model of whole answers, and for a model family of which
+    Transformers has no token-classification class.
+    """
+    config = _read_config(path, key)
+    if _is_a(SEQUENCE_CLASSIFIER, config):
+        raise ModelError(
+            f"{key}: {path!r} is a reward model of whole answers, which scores no steps; "
+            + ("remove reward.step_aggregation, or give" if needs_head else "expected")
+            + " a process reward model"
+            + ("" if needs_head else " or a causal language model")
+        )
+    is_classifier = _is_a(TOKEN_CLASSIFIER, config)
+    if needs_head and not is_classifier:
+        raise ModelError(
+            f"{key}: {path!r} is {_architecture(config)}, no process reward model; expected a token-classification "
+            "model with one label, as `slipstream reward-model` with supervision: steps exports it"
+        )
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"{key}: Transformers has no token-classification class for {path!r} ({_architecture(config)}), which a "
+            "process reward model is; choose a model of another family, such as Llama or Qwen3"
+        )
+    return _load_with_head(
+        path,
+        config,
+        dtype=dtype,
+        key=key,
+        is_classifier=is_classifier,
+        scores_tokens=True,
+        activation_checkpointing=activation_checkpointing,
+    )
+
+
+def _is_a(kind: str, config: Any) -> bool:
+    return any(kind in name for name in config.architectures or ())
+
+
+def _architecture(config: Any) -> str:
+    return ", ".join(config.architectures or ()) or "a model that names no architecture"
+
+
+def _load_with_head(
+    path: str,
+    config: Any,
+    *,
+    dtype: str,
+    key: str,
+    is_classifier: bool,
+    scores_tokens: bool = False,
+    activation_checkpointing: bool,
+) -> PreTrainedModel:
+    """A classifier with one label. Raises ModelError for several labels, weights that lack and heads of other forms."""
     if is_classifier and config.num_labels != 1:
         raise ModelError(
             f"{key}: {path!r} is a classifier with {config.num_labels} labels; expected a reward model (one label) or "
             f"a causal language model"
         )
-    if needs_head and not is_classifier:
-        found = ", ".join(config.architectures or ()) or "a model that names no architecture"
-        raise ModelError(
-            f"{key}: {path!r} is {found}, no reward model; expected a sequence-classification model with one label, as "
-            "`slipstream reward-model` exports it"
-        )
     config.num_labels = 1
-    model, report = _load_weights(_value_class(config, path, key), path, config=config, dtype=dtype, key=key)
+    model_class = AutoModelForTokenClassification if scores_tokens else _value_class(config, path, key)
+    model, report = _load_weights(model_class, path, config=config, dtype=dtype, key=key)
     foreign_heads = sorted(name for name in report["unexpected_keys"] if name.startswith(HEAD_NAMES))
     head = getattr(model, VALUE_HEAD, None)
-    if foreign_heads or not isinstance(head, torch.nn.Linear) or head.bias is not None:
+    has_form = isinstance(head, torch.nn.Linear) and (scores_tokens or head.bias is None)
+    if foreign_heads or not has_form:
         found = foreign_heads[0] if foreign_heads else f"a {type(model).__name__} without it"
         raise ModelError(f"{key}: {path!r} has no head of the form {VALUE_HEAD}.weight; found {found}")
     missing = set(report["missing_keys"])
-    if VALUE_HEAD_WEIGHT in missing and not is_classifier:
-        missing.remove(VALUE_HEAD_WEIGHT)
-        # Random values would be noise in the first advantages.
-        torch.nn.init.zeros_(head.weight)
+    if not is_classifier:
+        for name in missing & {VALUE_HEAD_WEIGHT, VALUE_HEAD_BIAS}:
+            missing.remove(name)
+            # Random values would be noise in the first advantages.
+            torch.nn.init.zeros_(model.get_parameter(name))
     _require_complete(missing, path, key)
+    verify_packing(model, path, key)
     verify_value_head(model)
     return _ready_to_train(model, activation_checkpointing=activation_checkpointing)
 
@@ -119,7 +206,8 @@ def _load_weights(
                 attn_implementation=PACKED_ATTENTION,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        # KeyError: a family that chooses its attention from a table of its own.
         raise ModelError(f"{key}: cannot load a model from {path!r}: {_first_line(error)}") from error
     model, report = loaded
     for module in model.modules():
@@ -158,6 +246,7 @@ def _read_config(path: str, key: str) -> Any:
     disable_progress_bar()
     with from_folder_or_hub(path):
         config = _load_config(path, key)
+    require_known_layers(config, path, key)
     for section in (config, getattr(config, "text_config", None)):
         _remove_randomness(section)
     return config

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as functional
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.algorithms.divergence import NO_PROBABILITY
 from slipstream.errors import ModelError
 from slipstream.models.attention import packed_sequences
 
@@ -23,9 +24,6 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 # Tokens of the probe that compares this module with the model's own logits, and what float32 rounding may differ by.
 PROBE_TOKENS = 8
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-
-# Any log-prob this low or lower has the probability 0 in floating point.
-NO_PROBABILITY = -1e3
 
 
 def logits_transform(config: Any) -> Transform:
@@ -65,26 +63,44 @@ def token_log_probs(
     hidden and weight, with gradient 0.
     """
 
-    def compute(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chunk, chunk_targets = rows
         logits = transform(functional.linear(chunk, weight, bias).float()) / temperature
-        log_normalizer = torch.logsumexp(logits, dim=-1)
-        log_probs = logits.gather(-1, chunk_targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            log_distribution = logits - log_normalizer.unsqueeze(-1)
-            # A logit of -inf has probability 0 and must count 0 in value and gradient, which 0 * -inf does not.
-            entropy = -(log_distribution.exp() * log_distribution.clamp_min(NO_PROBABILITY)).sum(-1)
-        return log_probs, entropy
+        return log_probs_and_entropy(logits, chunk_targets, entropy_gradient)
 
-    chunks = list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
-    recompute = len(chunks) > 1 and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    results = []
-    for chunk, chunk_targets in chunks:
-        if recompute:
-            results.append(checkpoint(compute, chunk, chunk_targets, use_reentrant=False))
-        else:
-            results.append(compute(chunk, chunk_targets))
-    log_probs, entropy = zip(*results, strict=True)
-    return torch.cat(log_probs), torch.cat(entropy)
+    has_gradient = hidden.requires_grad or weight.requires_grad
+    log_probs, entropy = in_chunks(compute, (hidden, targets), chunk_tokens=chunk_tokens, has_gradient=has_gradient)
+    return log_probs, entropy
+
+
+def log_probs_and_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, V] float32, targets [n] int64 -> log-prob of each target and entropy, [n] each."""
+    log_normalizer = torch.logsumexp(logits, dim=-1)
+    log_probs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        log_distribution = logits - log_normalizer.unsqueeze(-1)
+        # A logit of -inf has probability 0 and must count 0 in value and gradient, which 0 * -inf does not.
+        entropy = -(log_distribution.exp() * log_distribution.clamp_min(NO_PROBABILITY)).sum(-1)
+    return log_probs, entropy
+
+
+def in_chunks(
+    compute: Callable[..., tuple[torch.Tensor, ...]],
+    rows: tuple[torch.Tensor, ...],
+    *,
+    chunk_tokens: int,
+    has_gradient: bool,
+) -> tuple[torch.Tensor, ...]:
+    """What `compute` makes of `chunk_tokens` of the rows at a time, put together again: [N, ...] each -> [N] each.
+
+    With a gradient and more than one chunk, the backward pass recomputes each chunk instead of keeping it.
+    """
+    chunks = list(zip(*(part.split(chunk_tokens) for part in rows), strict=True))
+    recompute = len(chunks) > 1 and torch.is_grad_enabled() and has_gradient
+    results = [checkpoint(compute, *chunk, use_reentrant=False) if recompute else compute(*chunk) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 @torch.no_grad()
