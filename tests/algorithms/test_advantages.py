@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from slipstream.algorithms.advantages import (
     value_targets,
     whiten,
 )
-from slipstream.config.schema import ADVANTAGES
+from slipstream.config.algorithm import ADVANTAGES
 from slipstream.errors import TrainingError
 
 REWARD = st.floats(-100, 100, width=32)
@@ -173,7 +174,8 @@ def random_batch(trajectories: list[tuple[str, list[tuple[float, float]]]]) -> S
     values = torch.tensor([value for _, tokens in trajectories for _, value in tokens], dtype=torch.float32)
     rewards = [[reward for reward, _ in tokens] for _, tokens in trajectories]
     baselines = torch.arange(len(trajectories), dtype=torch.float32)
-    return batch(*rewards, ids="".join(name for name, _ in trajectories), values=values, baselines=baselines)
+    ids = "".join(name for name, _ in trajectories)
+    return batch(*rewards, ids=ids, values=values, baselines=baselines, teacher_log_ratios=values / 2)
 
 
 def estimate(scored: ScoredBatch, estimator: object, *, discount: float = 1.0, gae_lambda: float = 1.0) -> Tensor:
@@ -306,7 +308,7 @@ def test_the_order_of_trajectories_does_not_matter(estimator, trajectories, rand
     settings = {"discount": 0.9, "gae_lambda": 0.5}
     straight, shuffled = random_batch(trajectories), random_batch([trajectories[i] for i in order])
     baselines = torch.tensor(order, dtype=torch.float32)
-    shuffled = ScoredBatch(shuffled.token_rewards, shuffled.lengths, shuffled.group_ids, shuffled.values, baselines)
+    shuffled = replace(shuffled, baselines=baselines)
     parts = estimate(straight, estimator, **settings).split(list(straight.lengths))
     expected = torch.cat([parts[i] for i in order])
     torch.testing.assert_close(estimate(shuffled, estimator, **settings), expected, rtol=1e-4, atol=1e-4)
@@ -336,7 +338,10 @@ def test_a_users_function_that_returns_one_number_per_trajectory_is_told_so():
         estimate(batch([1.0, 2.0], [3.0]), mine)
 
 
-@pytest.mark.parametrize(("estimator", "missing"), [("gae", "critic's value"), ("greedy_baseline", "greedy answer")])
+NEEDS = {"gae": "critic's value", "greedy_baseline": "greedy answer", "teacher": "teacher's log-prob"}
+
+
+@pytest.mark.parametrize(("estimator", "missing"), NEEDS.items())
 def test_what_an_estimator_needs_must_be_there(estimator, missing):
     with pytest.raises(ValueError, match=f"{missing}.*found none"):
         estimate(batch([1.0]), estimator)
@@ -347,13 +352,21 @@ def test_another_estimator_is_refused():
         estimate(batch([1.0]), "grpo")
 
 
-@pytest.mark.parametrize("name", ["token_rewards", "values", "baselines"])
+def test_a_teacher_grades_each_token_alone_whatever_it_was_rewarded_with():
+    log_ratios = torch.tensor([0.5, -2.0, 0.0])
+    scored = batch([0.0, 1.0], [7.0], teacher_log_ratios=log_ratios)
+    assert estimate(scored, "teacher").tolist() == log_ratios.tolist()
+    assert estimate(scored, lambda scored: scored.teacher_log_ratios * 2).tolist() == (log_ratios * 2).tolist()
+
+
+@pytest.mark.parametrize("name", ["token_rewards", "values", "baselines", "teacher_log_ratios"])
 def test_numbers_that_are_not_finite_are_refused_by_trajectory_and_group(name):
     numbers = {"token_rewards": torch.zeros(4), "values": torch.zeros(4), "baselines": torch.zeros(3)}
+    numbers["teacher_log_ratios"] = torch.zeros(4)
     numbers[name][2] = math.nan
     lengths = (2, 0, 2)  # token 2 belongs to trajectory 2, as baseline 2 does
     with pytest.raises(ValueError, match=rf"{name} must be finite, found nan in trajectory 2 \(group c\)"):
-        ScoredBatch(numbers["token_rewards"], lengths, ("a", "b", "c"), numbers["values"], numbers["baselines"])
+        ScoredBatch(lengths=lengths, group_ids=("a", "b", "c"), **numbers)
 
 
 def test_shapes_that_do_not_belong_together_are_refused():
@@ -370,8 +383,10 @@ def test_shapes_that_do_not_belong_together_are_refused():
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_no_tokens_have_no_advantages(estimator):
     for nothing in (batch(), batch([], [], ids="aa")):
+        baselines = torch.zeros(len(nothing.lengths))
+        empty = torch.zeros(0)
         scored = ScoredBatch(
-            nothing.token_rewards, nothing.lengths, nothing.group_ids, torch.zeros(0), torch.zeros(len(nothing.lengths))
+            nothing.token_rewards, nothing.lengths, nothing.group_ids, empty, baselines, teacher_log_ratios=empty
         )
         assert estimate(scored, estimator).tolist() == []
 
@@ -408,7 +423,7 @@ def test_a_quarter_of_a_million_tokens_take_well_under_a_second_of_one_core(esti
     trajectories, tokens = 512, 512
     numbers = torch.randn(trajectories * tokens, generator=torch.Generator().manual_seed(0))
     ids = tuple(str(i % 64) for i in range(trajectories))
-    scored = ScoredBatch(numbers, (tokens,) * trajectories, ids, numbers, torch.zeros(trajectories))
+    scored = ScoredBatch(numbers, (tokens,) * trajectories, ids, numbers, torch.zeros(trajectories), numbers)
     started = time.process_time()
     estimate(scored, estimator, discount=0.99, gae_lambda=0.95)
     assert time.process_time() - started < 0.5

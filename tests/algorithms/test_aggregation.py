@@ -95,6 +95,18 @@ def test_a_step_of_nothing_but_filtered_sequences_has_loss_zero(aggregation):
     assert weights([], aggregation) == []
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS[1:])
+def test_some_sequences_weigh_what_they_weigh_in_the_whole_step(aggregation):
+    counts = [3, 1, 8, 5]
+    some = aggregation_weights(counts[1:3], aggregation=aggregation, constant_length=LENGTH, step_sequences=4)
+    assert some == weights(counts, aggregation)[1:3]
+
+
+def test_a_mean_over_tokens_cannot_be_known_from_some_sequences():
+    with pytest.raises(ValueError, match="token_mean need the tokens of the whole step"):
+        aggregation_weights([3], aggregation="token_mean", step_sequences=2)
+
+
 def test_a_negative_count_is_refused():
     with pytest.raises(ValueError, match="must not be negative, found -1"):
         weights([3, -1])

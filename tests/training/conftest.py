@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from slipstream.config.schema import TrainingConfig
 from slipstream.data.trajectory import TrainingExample
+from slipstream.training import group as group_module
+from slipstream.training.group import LearnerGroup
 from slipstream.training.learner import LearnerRank, LearnerSpec
 
 VOCABULARY = 61
@@ -19,7 +22,7 @@ VOCABULARY = 61
 LearnerFactory = Callable[..., LearnerRank]
 
 
-def save_tiny_model(folder: Path, *, tied: bool = True, hidden_size: int = 64) -> Path:
+def save_tiny_model(folder: Path, *, tied: bool = True, hidden_size: int = 64, initializer_range: float = 0.3) -> Path:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -31,7 +34,7 @@ def save_tiny_model(folder: Path, *, tied: bool = True, hidden_size: int = 64) -
         head_dim=32,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
-        initializer_range=0.3,
+        initializer_range=initializer_range,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -47,8 +50,11 @@ def untied_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
 
 
-def make_spec(folder: Path, *, training: dict | None = None, **changes) -> LearnerSpec:
+def make_spec(
+    folder: Path, *, training: dict | None = None, data_parallel: int = 1, sequence_parallel: int = 1, **changes
+) -> LearnerSpec:
     settings = {"zero_stage": 1, "learning_rate": 1e-2, "epsilon": 1e-3, "gradient_clip": 1e3, "threads": 1}
+    settings |= {"data_parallel": data_parallel, "sequence_parallel": sequence_parallel}
     spec = LearnerSpec(
         model_path=str(folder),
         dtype="float32",
@@ -58,7 +64,6 @@ def make_spec(folder: Path, *, training: dict | None = None, **changes) -> Learn
         load_reference=False,
         seed=0,
         rank=0,
-        world_size=1,
         timeout_s=60.0,
     )
     return replace(spec, **changes)
@@ -78,6 +83,39 @@ def learner() -> Iterator[LearnerFactory]:
     yield make
     for rank in started:
         rank.shutdown()
+
+
+class LocalRank:
+    """A learner of this process where the controller expects a remote one."""
+
+    name = "rank"
+
+    def __init__(self, learner: LearnerRank) -> None:
+        self.learner = learner
+
+    def submit(self, method: str, *arguments: object) -> Any:
+        """The answer of the call itself."""
+        return getattr(self.learner, method)(*arguments)
+
+
+@pytest.fixture
+def one_rank_group(learner: LearnerFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LearnerGroup]:
+    """one_rank_group(folder, tokens, per_unit, share_prompts=..., **changes): one rank as the controller sees it."""
+    monkeypatch.setattr(group_module, "gather", lambda calls, deadline_s: list(calls))
+
+    def make(
+        folder: Path, tokens: int = 10_000, per_unit: int = 1, *, share_prompts: bool = True, **changes: Any
+    ) -> LearnerGroup:
+        rank: Any = LocalRank(learner(folder, **({"temperature": 1.0} | changes)))
+        return LearnerGroup(
+            [rank],
+            tokens_per_micro_batch=tokens,
+            call_timeout_s=60.0,
+            examples_per_unit=per_unit,
+            share_prompts=share_prompts,
+        )
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,13 @@ def test_no_examples_make_one_token_that_nothing_is_learned_from():
     assert batch.loss_tokens == 0 and batch.example_ids == [] and batch.fields == {}
 
 
+def test_a_row_has_a_token_for_each_rank_that_shares_it(make_examples):
+    batch = make_micro_batch(make_examples((3,)), "cpu", least_tokens=5)
+    assert batch.lengths == [3, 1, 1] and batch.positions.tolist() == [0, 1, 2, 0, 0] and batch.prompts == [None] * 3
+    assert batch.loss_tokens == 1 and batch.example_ids == ["e0"]
+    assert make_micro_batch([], "cpu", least_tokens=4).lengths == [1] * 4
+
+
 def test_a_loss_token_that_nothing_predicts_is_refused():
     with pytest.raises(ValueError, match="first token is a loss token"):
         make_micro_batch([TrainingExample("e", np.arange(3), np.ones(3, dtype=bool))], "cpu")

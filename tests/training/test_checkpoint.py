@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.algorithms.objective import PolicyObjective
@@ -61,6 +62,28 @@ def test_a_checkpoint_of_another_model_names_both_and_the_weight(learner, model_
     message = str(caught.value)
     assert "'model.embed_tokens.weight' has shape [61, 96] there and [61, 64]" in message
     assert str(wide) in message and str(model_folder) in message
+
+
+def test_a_checkpoint_of_another_model_of_the_same_shape_names_both(learner, model_folder, helpers, tmp_path):
+    other = helpers.save_tiny_model(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 2 * weight for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    learner(other).save(str(tmp_path / "checkpoint"))
+    with pytest.raises(RunDirectoryError) as caught:
+        learner(model_folder).load(str(tmp_path / "checkpoint"))
+    assert f"it was written for {other}, this run has {model_folder}; " in str(caught.value)
+
+
+def test_a_model_that_changed_where_it_lies_is_noticed_and_one_that_was_moved_is_not(learner, helpers, tmp_path):
+    source = helpers.save_tiny_model(tmp_path / "source")
+    learner(source).save(str(tmp_path / "checkpoint"))
+    source.rename(tmp_path / "moved")
+    learner(tmp_path / "moved").load(str(tmp_path / "checkpoint"))
+
+    source = helpers.save_tiny_model(tmp_path / "source")
+    (source / "config.json").write_text((source / "config.json").read_text().replace("0.3", "0.4"))
+    with pytest.raises(RunDirectoryError, match="whose files have changed since"):
+        learner(source).load(str(tmp_path / "checkpoint"))
 
 
 @pytest.mark.parametrize(("key", "value", "words"), [("ranks", 4, "ranks 4"), ("zero_stage", 3, "ZeRO stage 3")])

@@ -54,6 +54,16 @@ def examples(count: int) -> list[TrainingExample]:
     return [TrainingExample(str(n), np.arange(n % 5 + 2), np.arange(n % 5 + 2) >= 1) for n in range(count)]
 
 
+def test_ranks_that_share_rows_get_the_same_ones_and_others_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "gather", lambda calls, deadline_s: list(calls))
+    ranks = [Rank() for _ in range(4)]
+    learner = LearnerGroup(ranks, tokens_per_micro_batch=8, call_timeout_s=1.0, sequence_parallel=2)  # type: ignore[arg-type]
+    assert learner.values(examples(7)).keys() == {str(n) for n in range(7)}
+    assert ranks[0].micro_batches == ranks[1].micro_batches and ranks[2].micro_batches == ranks[3].micro_batches
+    given = Counter(name for rank in ranks[::2] for batch in rank.micro_batches for name in batch)
+    assert given == Counter(str(n) for n in range(7))
+
+
 @pytest.mark.parametrize("method", ["update", "log_probs", "values"])
 def test_every_example_goes_to_one_rank_and_all_ranks_get_as_many_micro_batches(
     monkeypatch: pytest.MonkeyPatch, method: str

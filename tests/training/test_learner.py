@@ -111,6 +111,36 @@ def test_the_update_does_not_depend_on_how_the_step_is_cut(stage, cut, learner, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_step_may_be_accumulated_before_its_last_examples_are_there(
+    stage, learner, model_folder, make_examples, helpers
+):
+    whole, parts = (learner(model_folder, training={"zero_stage": stage}) for _ in range(2))
+    for seed in range(2):
+        examples = make_examples(seed=seed)
+        at_once = whole.update([[example] for example in examples], POLICY)
+        parts.accumulate([examples[:1]], POLICY)
+        parts.log_probs([examples], "policy")
+        parts.accumulate([[example] for example in examples[1:3]], POLICY)
+        in_parts = parts.update([[example] for example in examples[3:]], POLICY)
+        assert in_parts["tokens"] == at_once["tokens"]
+        for name in ("loss", "gradient_norm", "entropy", "ratio", "learning_rate"):
+            assert in_parts[name] == pytest.approx(at_once[name], rel=1e-6), name
+    assert helpers.relative_difference(helpers.weights(parts), helpers.weights(whole)) <= 1e-5
+
+
+def test_a_nan_that_was_accumulated_skips_the_step_and_is_named(learner, model_folder, make_examples, helpers):
+    rank = learner(model_folder)
+    before = helpers.weights(rank)
+    examples = make_examples()
+    examples[1].token_fields["advantages"][-1] = np.nan
+    rank.accumulate([examples[:2]], POLICY)
+    metrics = rank.update([examples[2:]], POLICY)
+    assert (metrics["skipped"], metrics["nonfinite_examples"]) == (1.0, ["e1"])
+    assert helpers.identical(helpers.weights(rank), before)
+    assert not rank.update([make_examples()], POLICY)["skipped"], "nothing of it is left"
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_activation_checkpointing_changes_nothing(stage, learner, model_folder, make_examples, helpers):
     examples = make_examples()
     plain = learner(model_folder, training={"zero_stage": stage})

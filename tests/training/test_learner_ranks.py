@@ -9,27 +9,43 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from slipstream.algorithms.aggregation import aggregation_weights
-from slipstream.algorithms.objective import PolicyObjective
+from slipstream.algorithms.aggregation import Aggregation, aggregation_weights
+from slipstream.algorithms.correction import Correction
+from slipstream.algorithms.objective import DistillationObjective, PolicyObjective, SupervisedObjective
+from slipstream.algorithms.policy_loss import POLICY_LOSSES
+from slipstream.algorithms.preference_loss import PairObjective, UnpairedObjective
 from slipstream.algorithms.reward_model_loss import RewardModelObjective
 from slipstream.algorithms.value_loss import ValueObjective
-from slipstream.data.preferences import PreferencePair, pair_examples
+from slipstream.data.preferences import PreferencePair, answer_examples, pair_examples
+from slipstream.data.shared_prompts import plan_with_shared_prompts
+from slipstream.data.trajectory import TrainingExample
 from slipstream.errors import RunDirectoryError, TrainingError
 from slipstream.training.process_group import open_listener
+from slipstream.training.reference import TeacherSpec
 from slipstream.weights.checksum import tensor_checksum
 from slipstream.weights.plan import ChannelAddress
+from slipstream.workflows.batch import with_weights
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 POLICY = PolicyObjective(clip_low=0.2, clip_high=0.2)
 VALUE = ValueObjective(value_clip=0.2)
 STAGES = (0, 1, 2, 3)
+AGGREGATIONS = get_args(Aggregation)
+CORRECTIONS = [
+    None,
+    *(
+        Correction(mode, level, low=0.7, high=1.4)
+        for mode, level in product(("truncate", "mask"), ("token", "sequence"))
+    ),
+]
 TIMEOUT_S = 270
 # Small chunks: the two ranks need different numbers of them.
 SETTINGS = {"logits_chunk_tokens": 4, "gradient_clip": 0.5}
@@ -151,7 +167,7 @@ def run_story(story, model_folder, helpers) -> Callable:
             for role, calls_of_role in (("policy", calls), ("critic", critic_calls)):
                 for stage in STAGES:
                     settings = SETTINGS | {"zero_stage": stage}
-                    changes = {"rank": rank, "world_size": 2, "role": role, "load_reference": role == "policy"}
+                    changes = {"rank": rank, "data_parallel": 2, "role": role, "load_reference": role == "policy"}
                     spec = helpers.make_spec(model_folder, training=settings, **changes)
                     job.append((spec, calls_of_role(rank, stage)))
             jobs.append(job)
@@ -274,9 +290,16 @@ def test_a_critic_is_exported_whole_and_goes_on_bit_for_bit(two_critic_ranks, re
             assert {**after["third"], "seconds": 0} == {**before["third"], "seconds": 0}, stage
 
 
+def make_pair(row: int, generator: np.random.Generator) -> PreferencePair:
+    """Two answers, from the third token on, whose lengths depend on the row."""
+    answers = [generator.integers(1, 60, length) for length in (5 + row, 9 - row)]
+    return PreferencePair(str(row), *answers, *(np.arange(len(answer)) >= 2 for answer in answers))
+
+
 def test_two_reward_model_ranks_compute_what_one_does(learner, reward_model_folder, helpers, tmp_path):
+    """Three pairs, so that one rank measures one and the other two: an accuracy is over exactly these."""
     generator, objective = np.random.default_rng(0), RewardModelObjective(margin=0.2)
-    pairs = [PreferencePair(row, *(generator.integers(1, 60, n) for n in (5 + row, 9 - row))) for row in range(3)]
+    pairs = [make_pair(row, generator) for row in range(3)]
     [weight, *_] = aggregation_weights([1] * 6, aggregation="token_mean")
     examples = [
         replace(e, token_fields={**e.token_fields, "weight": np.full(len(e.tokens), weight, np.float32)})
@@ -285,17 +308,106 @@ def test_two_reward_model_ranks_compute_what_one_does(learner, reward_model_fold
     shares = {0: [examples[:2], examples[2:4]], 1: [examples[4:], []]}
     jobs = []
     for rank in range(2):
-        calls = [("update", "update", (shares[rank], objective)), ("weights", "weights", ())]
-        changes = {"rank": rank, "world_size": 2, "role": "reward_model"}
+        calls = [("held out", "loss", (shares[rank], objective)), ("update", "update", (shares[rank], objective))]
+        calls.append(("weights", "weights", ()))
+        changes = {"rank": rank, "data_parallel": 2, "role": "reward_model"}
         specs = [helpers.make_spec(reward_model_folder, training={"zero_stage": s}, **changes) for s in STAGES]
         jobs.append([(spec, calls) for spec in specs])
     single = learner(reward_model_folder, role="reward_model")
+    held_out = single.loss([examples], objective)
+    right = sum(
+        _score(single, better) > _score(single, worse) for better, worse in zip(*[iter(examples)] * 2, strict=True)
+    )
+    assert held_out["accuracy"] == pytest.approx(right / 3)
     expected = single.update([examples], objective)
     for ours, theirs in zip(*run_ranks(jobs, tmp_path), strict=True):
         assert helpers.relative_difference(ours["weights"], helpers.weights(single)) <= 1e-5
         for name in expected.keys() - {"seconds"}:
             assert ours["update"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
             assert theirs["update"][name] == ours["update"][name]
+        assert ours["held out"]["accuracy"] == theirs["held out"]["accuracy"] == pytest.approx(right / 3)
+
+
+def _score(learner, example) -> float:
+    """The score of one sequence, alone in its row."""
+    [[score]] = learner.scores([[example]]).values()
+    return float(score)
+
+
+def test_two_ranks_learn_from_preferences_what_one_does(learner, model_folder, helpers, tmp_path):
+    """Three rows on two ranks, so that one of them runs a zero-weight micro-batch; pairs, then single answers."""
+    generator = np.random.default_rng(1)
+    pairs = [make_pair(row, generator) for row in range(3)]
+    examples = []
+    for pair in pairs:
+        both = answer_examples(pair)
+        for e in both:
+            values = {
+                "weight": np.full(len(e.tokens), 1 / (3 * sum(int(each.loss_mask.sum()) for each in both))),
+                "reference_log_probs": generator.normal(-4, 1, len(e.tokens)),
+                "is_desirable": e.token_fields["is_chosen"],
+                "reference_point": np.full(len(e.tokens), 0.2),
+            }
+            fields = {name: value.astype(np.float32) for name, value in values.items()}
+            examples.append(replace(e, token_fields=e.token_fields | fields))
+    shares = {0: [examples[:2], examples[2:4]], 1: [examples[4:], []]}
+    objectives = {stage: PairObjective(loss="dpo", beta=0.3, sft_coefficient=0.1) for stage in STAGES}
+    kto = UnpairedObjective(beta=0.3, undesirable_weight=2.0)
+    jobs = []
+    for rank in range(2):
+        changes = {"rank": rank, "data_parallel": 2, "temperature": 1.0}
+        jobs.append([])
+        for stage, objective in [*objectives.items(), (1, kto)]:
+            calls = [("update", "update", (shares[rank], objective)), ("weights", "weights", ())]
+            jobs[-1].append((helpers.make_spec(model_folder, training={"zero_stage": stage}, **changes), calls))
+    first, second = run_ranks(jobs, tmp_path)
+    for objective, places in ((objectives[1], STAGES), (kto, (len(STAGES),))):
+        single = learner(model_folder, temperature=1.0)
+        expected = single.update([examples], objective)
+        for place in places:
+            assert helpers.relative_difference(first[place]["weights"], helpers.weights(single)) <= 1e-5, place
+            for name in expected.keys() - {"seconds"}:
+                assert first[place]["update"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+                assert second[place]["update"][name] == first[place]["update"][name]
+
+
+def test_two_ranks_learn_from_a_teacher_from_entropy_and_by_imitation_what_one_does(
+    learner, model_folder, untied_model_folder, make_examples, helpers, tmp_path
+):
+    """Three examples on two ranks, so that one runs a zero-weight micro-batch; chunks differ in number."""
+    objectives = {"forward": DistillationObjective(coefficient=0.7, temperature=2.0)}
+    objectives["reverse"] = DistillationObjective()
+    # Without a teacher, but with a second output that has a gradient.
+    objectives["entropy"] = replace(POLICY, entropy_coefficient=0.5)
+    objectives["imitation"] = SupervisedObjective()
+    a, b, c = make_examples((5, 9, 14))
+    shares = {0: [[a], [b]], 1: [[c], []]}
+    cases = [(name, stage) for name in objectives for stage in STAGES]
+
+    def changes(name: str) -> dict[str, Any]:
+        if name in ("entropy", "imitation"):
+            return {}
+        spec = TeacherSpec(str(untied_model_folder), "teacher.path", name, objectives[name].temperature)
+        return {"teacher": spec, "temperature": 1.0}
+
+    jobs = []
+    for rank in range(2):
+        jobs.append([])
+        for name, stage in cases:
+            calls = [("update", "update", (shares[rank], objectives[name])), ("weights", "weights", ())]
+            training = SETTINGS | {"zero_stage": stage}
+            options = changes(name) | {"rank": rank, "data_parallel": 2}
+            jobs[-1].append((helpers.make_spec(model_folder, training=training, **options), calls))
+    first, second = run_ranks(jobs, tmp_path)
+    for name, objective in objectives.items():
+        single = learner(model_folder, training=SETTINGS, **changes(name))
+        expected = single.update([[a, b, c]], objective)
+        for place, case in enumerate(cases):
+            if case[0] == name:
+                assert helpers.relative_difference(first[place]["weights"], helpers.weights(single)) <= 1e-5, case
+                for metric in expected.keys() - {"seconds"}:
+                    assert first[place]["update"][metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), case
+                    assert second[place]["update"][metric] == first[place]["update"][metric]
 
 
 def test_a_checkpoint_of_two_ranks_is_refused_by_one(two_ranks, story, learner, model_folder):
@@ -305,7 +417,77 @@ def test_a_checkpoint_of_two_ranks_is_refused_by_one(two_ranks, story, learner, 
 
 
 def test_a_rank_whose_peers_never_come_says_whom_it_waited_for(model_folder, helpers, tmp_path):
-    spec = helpers.make_spec(model_folder, rank=0, world_size=2, timeout_s=3.0)
+    spec = helpers.make_spec(model_folder, rank=0, data_parallel=2, timeout_s=3.0)
     [[answers]] = run_ranks([[(spec, [])]], tmp_path)
     assert isinstance(answers["error"], TrainingError)
     assert "rank 0 waited 3 s for the other 1 ranks" in str(answers["error"])
+
+
+def test_every_loss_aggregation_and_correction_has_one_gradient_on_one_rank_and_on_two(
+    learner, make_examples, model_folder, helpers, tmp_path
+):
+    """One update after the other. The large epsilon makes a step of Adam proportional to the gradients so far."""
+    training = {"zero_stage": 2, "learning_rate": 5.0, "epsilon": 1e6, "gradient_clip": 1e9}
+    single = learner(model_folder, training=training)
+    examples = make_examples()
+    start, before = single.log_probs([examples], "policy"), helpers.weights(single)
+    counts = [int(example.loss_mask.sum()) for example in examples]
+    generator = np.random.default_rng(5)
+    for example in examples:
+        noise = generator.normal(size=(2, len(example.tokens))).astype(np.float32)
+        old = np.zeros(len(example.tokens), np.float32)
+        old[example.loss_mask] = start[example.example_id]
+        example.token_fields["old_log_probs"] = old + 0.2 * noise[0]
+        example.token_fields["rollout_log_probs"] = old + 0.2 * noise[0] + 0.3 * noise[1]
+    updates: dict[int, list] = {0: [], 1: [], 2: []}
+    # Aggregations by turns: each meets every loss.
+    for number, (policy_loss, correction) in enumerate(product(POLICY_LOSSES, CORRECTIONS)):
+        aggregation = AGGREGATIONS[number % len(AGGREGATIONS)]
+        objective = PolicyObjective(clip_low=0.1, clip_high=0.2, policy_loss=policy_loss, correction=correction)
+        weights = aggregation_weights(counts, aggregation=aggregation, constant_length=12)
+        a, b, c, d, e = with_weights(examples, weights)
+        updates[0].append(([[a], [b]], objective))
+        updates[1].append(([[c, d], [e]], objective))
+        updates[2].append(([[a, b, c, d, e]], objective))
+    jobs = []
+    for rank in range(2):
+        spec = helpers.make_spec(model_folder, training=training, rank=rank, data_parallel=2)
+        calls = [(str(number), "update", update) for number, update in enumerate(updates[rank])]
+        jobs.append([(spec, [*calls, ("weights", "weights", ())])])
+    [[ours], [theirs]] = run_ranks(jobs, tmp_path)
+    for number, update in enumerate(updates[2]):
+        expected = single.update(*update)
+        assert expected["gradient_norm"] > 1e-3
+        for name in ("loss", "gradient_norm"):
+            assert ours[str(number)][name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), (number, name)
+            assert theirs[str(number)][name] == ours[str(number)][name]
+    after = helpers.weights(single)
+    assert helpers.relative_difference(before, after) > 1e-4, "they moved"
+    assert helpers.relative_difference(ours["weights"], after) <= 1e-6
+
+
+def test_two_ranks_that_split_a_group_compute_what_plain_packing_does(learner, model_folder, helpers, tmp_path):
+    generator = np.random.default_rng(4)
+    prompt, examples = generator.integers(1, 60, 6), []
+    for member, length in enumerate((3, 5, 3, 2, 7)):
+        tokens = np.concatenate([prompt, generator.integers(1, 60, length)])
+        advantages = np.full(len(tokens), generator.normal())
+        fields = {"weight": np.full(len(tokens), 1 / 20, np.float32), "advantages": advantages.astype(np.float32)}
+        examples.append(TrainingExample(str(member), tokens, np.arange(len(tokens)) >= 6, fields))
+    shares = plan_with_shared_prompts([[example] for example in examples], tokens_per_micro_batch=40, ranks=2)
+    assert all(example.shared_tokens == 6 for share in shares for batch in share for example in batch)
+    jobs = []
+    for rank in range(2):
+        calls = [("update", "update", (shares[rank], POLICY)), ("weights", "weights", ())]
+        specs = [
+            helpers.make_spec(model_folder, training={"zero_stage": stage}, rank=rank, data_parallel=2)
+            for stage in STAGES
+        ]
+        jobs.append([(spec, calls) for spec in specs])
+    single = learner(model_folder)
+    expected = single.update([examples], POLICY)
+    for ours, theirs in zip(*run_ranks(jobs, tmp_path), strict=True):
+        assert helpers.relative_difference(ours["weights"], helpers.weights(single)) <= 1e-5
+        assert helpers.identical(theirs["weights"], ours["weights"])
+        for name in expected.keys() - {"seconds"}:
+            assert ours["update"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from slipstream.algorithms.reward_model_loss import RewardModelObjective
+from slipstream.data.packing import pack
 from slipstream.data.preferences import PreferencePair, pair_examples
 from slipstream.data.trajectory import TrainingExample
 from slipstream.training import group as group_module
@@ -28,7 +29,8 @@ def make_pairs(lengths=((5, 9), (9, 9), (14, 3), (4, 6)), seed: int = 0) -> list
     for row, (first, second) in enumerate(lengths):
         prompt = generator.integers(1, 60, 2)
         answers = [np.concatenate([prompt, generator.integers(1, 60, length - 2)]) for length in (first, second)]
-        pairs.append(PreferencePair(row, *answers))
+        masks = [np.arange(len(answer)) >= 2 for answer in answers]
+        pairs.append(PreferencePair(str(row), *answers, *masks))
     return pairs
 
 
@@ -171,7 +173,7 @@ def test_a_pair_always_sits_in_one_micro_batch_in_its_order(ranks, tokens, monke
     found = []
     for batch in (batch for rank in stand_ins for batch in rank.micro_batches):
         names = [example.example_id for example in batch]
-        assert len(names) == 2 or sum(len(example.tokens) for example in batch) <= tokens
+        assert len(names) == 2 or len(pack(batch).tokens) <= tokens
         found += [tuple(names[start : start + 2]) for start in range(0, len(names), 2)]
     assert sorted(found) == [(f"{row}/chosen", f"{row}/rejected") for row in range(4)]
     assert len({len(rank.micro_batches) for rank in stand_ins}) == 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.algorithms.filters import has_signal
 from slipstream.algorithms.user_function import checked_numbers
 
-ESTIMATORS = ("group", "leave_one_out", "greedy_baseline", "returns", "gae")
+ESTIMATORS = ("group", "leave_one_out", "greedy_baseline", "returns", "gae", "teacher")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,8 @@ class ScoredBatch:
     `token_rewards` [N]: the reward of each token; that of a trajectory sits on its last policy token, penalties of
     single tokens anywhere. `lengths` [B]: policy tokens of each trajectory, 0 allowed. `group_ids` [B]: trajectories
     of one prompt occurrence share one; in any order, groups of any size. `values` [N]: what the critic expected before
-    each token. `baselines` [B]: the reward of the greedy answer to the same prompt.
+    each token. `baselines` [B]: the reward of the greedy answer to the same prompt. `teacher_log_ratios` [N]: log-prob
+    of each token under the teacher minus that under the policy that sampled it.
 
     Raises ValueError for shapes that do not belong together and for numbers that are not finite.
     """
@@ -36,6 +37,7 @@ class ScoredBatch:
     group_ids: tuple[str, ...]
     values: Tensor | None = None
     baselines: Tensor | None = None
+    teacher_log_ratios: Tensor | None = None
 
     def __post_init__(self) -> None:
         tokens, trajectories = sum(self.lengths), len(self.lengths)
@@ -48,6 +50,7 @@ class ScoredBatch:
             ("token_rewards", self.token_rewards, tokens),
             ("values", self.values, tokens),
             ("baselines", self.baselines, trajectories),
+            ("teacher_log_ratios", self.teacher_log_ratios, tokens),
         ):
             if numbers is None:
                 continue
@@ -100,9 +103,13 @@ def estimate_advantages(
       of discount per policy token, however much the environment said in between.
     - `gae` (arXiv 1506.02438), equation 16: the sum over l of (discount * lambda)^l times the surprise
       r + discount * V(next) - V. Behind the last policy token the value is 0.
+    - `teacher`, on-policy distillation: log teacher - log policy of each token, alone. Its mean under the policy is
+      minus KL(policy || teacher): the single-step part of the gradient of MiniLLM (arXiv 2306.08543, section 2.2). What
+      later tokens bring is left out, as with a discount of 0 (Thinking Machines, "On-Policy Distillation",
+      https://thinkingmachines.ai/blog/on-policy-distillation), which leaves out most of the noise too.
 
-    Raises ValueError for another name, for values or baselines that are needed and missing, and for a function that
-    does not return N finite numbers.
+    Raises ValueError for another name, for values, baselines or a teacher that are needed and missing, and for a
+    function that does not return N finite numbers.
     """
     if callable(estimator):
         return checked_numbers(estimator(batch), estimator, kind="advantage", size=sum(batch.lengths)).float()
@@ -122,6 +129,10 @@ def estimate_advantages(
             advantages = _discounted_sums(batch.token_rewards, batch.lengths, factor=discount)
         case "gae":
             advantages = _gae(batch, discount=discount, gae_lambda=gae_lambda)
+        case "teacher":
+            if batch.teacher_log_ratios is None:
+                raise ValueError("advantage 'teacher' needs the teacher's log-prob of each policy token, found none")
+            advantages = batch.teacher_log_ratios.detach()
         case _:
             raise ValueError(f"the advantage must be {', '.join(ESTIMATORS)} or a function, found {estimator!r}")
     return advantages.float()

@@ -12,7 +12,11 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 
 
 def aggregation_weights(
-    loss_token_counts: Sequence[int], *, aggregation: Aggregation, constant_length: int | None = None
+    loss_token_counts: Sequence[int],
+    *,
+    aggregation: Aggregation,
+    constant_length: int | None = None,
+    step_sequences: int | None = None,
 ) -> list[float]:
     """Return, for each sequence of an optimizer step, the weight of each of its loss tokens.
 
@@ -29,14 +33,23 @@ def aggregation_weights(
       per token for being long, in this step or in another.
 
     A sequence that was filtered out counts 0 and leaves numerator and denominator alike. If nothing is left, all
-    weights are 0 and so is the loss. Raises ValueError for a negative count, another aggregation, or a constant length
-    that is needed and not given.
+    weights are 0 and so is the loss.
+
+    `step_sequences` is S where some sequences of the step only are given: their weights are those they have in the
+    whole. The divisor of token_mean is not known before all its sequences are.
+
+    Raises ValueError for a negative count, another aggregation, a constant length that is needed and not given, or
+    `step_sequences` with token_mean.
     """
     if any(count < 0 for count in loss_token_counts):
         raise ValueError(f"loss token counts must not be negative, found {min(loss_token_counts)}")
     sequences = sum(count > 0 for count in loss_token_counts)
     if not sequences:
         return [0.0] * len(loss_token_counts)
+    if step_sequences is not None:
+        if aggregation == "token_mean":
+            raise ValueError("the weights of token_mean need the tokens of the whole step")
+        sequences = step_sequences
     match aggregation:
         case "token_mean":
             divisors = [sum(loss_token_counts)] * len(loss_token_counts)

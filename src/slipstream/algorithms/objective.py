@@ -8,7 +8,7 @@ advantages from `advantages.py`; the critic's objective is in `value_loss.py`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -169,16 +169,40 @@ class PolicyObjective:
 class SupervisedObjective:
     """Cross-entropy: the negative log-prob of each token to imitate. Reads no fields."""
 
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """The entropy is only a metric."""
-        return False
+    needs_entropy_gradient: ClassVar[bool] = False
 
     def __call__(
         self, outputs: Mapping[str, Tensor], fields: Mapping[str, Tensor], sequence_index: Tensor
     ) -> ObjectiveOutput:
         """Return the loss of each token; the learner's weights make it a mean."""
         return ObjectiveOutput(-outputs["log_probs"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationObjective:
+    """Cross-entropy on the data, and the divergence from a teacher over the whole vocabulary.
+
+    loss = coefficient * temperature^2 * divergence + (1 - coefficient) * cross-entropy. The gradient of the divergence
+    shrinks with the square of the temperature; the factor takes that back, so that the two terms keep their proportion
+    (Hinton et al., arXiv 1503.02531, section 2). A `coefficient` of 1 is distillation alone.
+
+    Outputs read: `divergence` (algorithms/divergence.py), computed at that `temperature`, and `log_probs`. Reads no
+    fields. Metric: `cross_entropy`, beside the model's own `divergence`, which has no factor.
+    """
+
+    coefficient: float = 1.0
+    temperature: float = 1.0
+
+    needs_entropy_gradient: ClassVar[bool] = False
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], fields: Mapping[str, Tensor], sequence_index: Tensor
+    ) -> ObjectiveOutput:
+        """Return the loss of each token; the learner's weights make it a mean."""
+        cross_entropy = -outputs["log_probs"]
+        # The cross-entropy takes part with a weight of 0 too: a loss depends on every output that has a gradient.
+        loss = self.coefficient * self.temperature**2 * outputs["divergence"] + (1 - self.coefficient) * cross_entropy
+        return ObjectiveOutput(loss, {"cross_entropy": cross_entropy.detach()})
 
 
 def required_field(fields: Mapping[str, Tensor], name: str) -> Tensor:

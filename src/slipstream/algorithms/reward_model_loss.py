@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as functional
@@ -47,10 +48,7 @@ class RewardModelObjective:
     margin: float = 0.0
     label_smoothing: float = 0.0
 
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """A reward model has no entropy."""
-        return False
+    needs_entropy_gradient: ClassVar[bool] = False
 
     def __call__(
         self, outputs: Mapping[str, Tensor], fields: Mapping[str, Tensor], sequence_index: Tensor

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,10 +42,7 @@ class ValueObjective:
 
     value_clip: float | None
 
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """A critic has no entropy."""
-        return False
+    needs_entropy_gradient: ClassVar[bool] = False
 
     def __call__(
         self, outputs: Mapping[str, Tensor], fields: Mapping[str, Tensor], sequence_index: Tensor

@@ -59,18 +59,23 @@ def _storage_message(folder: Path, what: str, reason: str) -> str:
     return f"cannot write {what} to {folder}: {reason}; free space there or choose another output_dir, then resume"
 
 
-def save_checkpoint(engine: Any, folder: Path, *, description: dict[str, Any]) -> None:
-    """Write the state of one rank; all ranks must call it with the same folder. Raises TrainingError if it fails."""
+def save_checkpoint(engine: Any, folder: Path, *, description: dict[str, Any], has_adapter: bool = False) -> None:
+    """Write the state of one rank; all ranks must call it with the same folder. Raises TrainingError if it fails.
+
+    Of a model with an adapter the weights that do not learn are left out.
+    """
     with storage_errors(folder, "a checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
-        engine.save_checkpoint(str(folder), tag=DEEPSPEED_TAG, save_latest=False)
+        engine.save_checkpoint(str(folder), tag=DEEPSPEED_TAG, save_latest=False, exclude_frozen_parameters=has_adapter)
         torch.save(_random_states(), folder / _random_state_file(distributed.get_rank()))
         if distributed.get_rank() == 0:
             (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=1))
     distributed.barrier()
 
 
-def load_checkpoint(engine: Any, folder: Path, *, description: dict[str, Any]) -> dict[str, Any]:
+def load_checkpoint(
+    engine: Any, folder: Path, *, description: dict[str, Any], has_adapter: bool = False
+) -> dict[str, Any]:
     """Read what `save_checkpoint` wrote into this rank; returns its description.
 
     `description` is that of the learner being loaded into; the keys both have must agree, except `optimizer_step`.
@@ -81,7 +86,9 @@ def load_checkpoint(engine: Any, folder: Path, *, description: dict[str, Any]) -
         raise RunDirectoryError(f"no learner checkpoint in {folder}: {DESCRIPTION_FILE} is missing")
     saved = json.loads(file.read_text())
     _compare(saved, description, folder)
-    loaded, _ = engine.load_checkpoint(str(folder), tag=DEEPSPEED_TAG, load_lr_scheduler_states=False)
+    loaded, _ = engine.load_checkpoint(
+        str(folder), tag=DEEPSPEED_TAG, load_lr_scheduler_states=False, load_module_strict=not has_adapter
+    )
     if loaded is None:
         raise RunDirectoryError(f"the learner checkpoint in {folder} lacks DeepSpeed's files in {DEEPSPEED_TAG}/")
     states = torch.load(folder / _random_state_file(distributed.get_rank()), weights_only=False)
@@ -90,7 +97,7 @@ def load_checkpoint(engine: Any, folder: Path, *, description: dict[str, Any]) -
 
 
 def _compare(saved: dict[str, Any], current: dict[str, Any], folder: Path) -> None:
-    for key, words in (("ranks", "ranks"), ("zero_stage", "ZeRO stage"), ("dtype", "type")):
+    for key, words in (("ranks", "ranks"), ("zero_stage", "ZeRO stage"), ("dtype", "type"), ("lora", "LoRA adapter")):
         if saved[key] != current[key]:
             raise RunDirectoryError(
                 f"checkpoint {folder} was written with {words} {saved[key]}, this run has {words} {current[key]}; "
@@ -104,6 +111,14 @@ def _compare(saved: dict[str, Any], current: dict[str, Any], folder: Path) -> No
                 f"checkpoint {folder} belongs to another model: weight {name!r} has shape {before or 'none'} there and "
                 f"{now or 'none'} in {current['model_path']}; it was written for {saved['model_path']}"
             )
+    if saved["model"] != current["model"]:
+        same_place = saved["model_path"] == current["model_path"]
+        raise RunDirectoryError(
+            f"checkpoint {folder} belongs to another model of the same shape: it was written for "
+            f"{saved['model_path']}, this run has {current['model_path']}"
+            f"{', whose files have changed since' if same_place else ''}; bring the model back, or start a new run "
+            "with another output_dir"
+        )
 
 
 def export_model(model: Any, folder: Path, *, state: dict[str, torch.Tensor], model_path: str) -> None:
@@ -113,7 +128,7 @@ def export_model(model: Any, folder: Path, *, state: dict[str, torch.Tensor], mo
     from a language model becomes a classifier with one label. Called on rank 0.
     """
     from transformers import AutoConfig
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     with storage_errors(folder, "the exported model"), from_folder_or_hub(model_path):
         folder.mkdir(parents=True, exist_ok=True)

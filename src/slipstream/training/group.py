@@ -1,7 +1,8 @@
 """A learner as the loop sees it, whatever its role: one object, whatever the number of ranks.
 
 Cuts a batch into micro-batches, gives every rank its share, calls all ranks at once and waits for all with a
-deadline. Every rank gets the same number of micro-batches, so that collectives always meet.
+deadline. Every rank gets the same number of micro-batches, so that collectives always meet. Ranks that share rows get
+the same ones, and divide each among themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cluster.calls import PendingCall, RemoteEngine, gather
 from slipstream.data.packing import plan_micro_batches
+from slipstream.data.shared_prompts import plan_with_shared_prompts
 from slipstream.data.trajectory import FloatArray, IntArray, TrainingExample
+from slipstream.training.mesh import Mesh
 
 if TYPE_CHECKING:
     from slipstream.algorithms.objective import Objective
@@ -29,16 +32,28 @@ class LearnerGroup:
         tokens_per_micro_batch: int,
         call_timeout_s: float,
         examples_per_unit: int = 1,
+        share_prompts: bool = True,
+        sequence_parallel: int = 1,
     ) -> None:
-        """`examples_per_unit`: so many examples, one after the other, always share a micro-batch, in their order."""
+        """`examples_per_unit`: so many examples, one after the other, always share a micro-batch, in their order.
+
+        `share_prompts`: what examples have in common before their loss tokens is computed once in a micro-batch.
+        `sequence_parallel`: so many ranks, one after the other, compute the same micro-batches together.
+        """
+        self.mesh = Mesh(len(ranks) // sequence_parallel, sequence_parallel)
         self.ranks = list(ranks)
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.examples_per_unit = examples_per_unit
         self.call_timeout_s = call_timeout_s
+        self.share_prompts = share_prompts
 
     def update(self, optimizer_steps: Sequence[Sequence[TrainingExample]], objective: Objective) -> dict[str, Any]:
         """One optimizer step over each list of examples, in their order; returns the metrics of all together."""
         return merge_step_metrics([self._on_shares("update", examples, objective)[0] for examples in optimizer_steps])
+
+    def accumulate(self, examples: Sequence[TrainingExample], objective: Objective) -> None:
+        """Add the gradient of some examples of an optimizer step; the next `update` has the others and takes it."""
+        self._on_shares("accumulate", examples, objective)
 
     def loss(self, examples: Sequence[TrainingExample], objective: Objective) -> dict[str, Any]:
         """The metrics of `update` without an update: for held-out data."""
@@ -51,6 +66,10 @@ class LearnerGroup:
     def values(self, examples: Sequence[TrainingExample]) -> dict[str, FloatArray]:
         """What the critic expects before each loss token, by example id."""
         return _merge(self._on_shares("values", examples))
+
+    def scores(self, examples: Sequence[TrainingExample]) -> dict[str, FloatArray]:
+        """What a reward model thinks at each loss token, by example id."""
+        return _merge(self._on_shares("scores", examples))
 
     def refresh_reference(self) -> None:
         """Make the policy as it is now the reference."""
@@ -81,18 +100,23 @@ class LearnerGroup:
         self._on_all("export", str(folder))
 
     def _on_shares(self, method: str, examples: Sequence[TrainingExample], *arguments: Any) -> list[Any]:
+        shares = self._plan(examples)
+        calls = [
+            engine.submit(method, shares[self.mesh.data_coordinate(rank)], *arguments)
+            for rank, engine in enumerate(self.ranks)
+        ]
+        return gather(calls, deadline_s=self.call_timeout_s)
+
+    def _plan(self, examples: Sequence[TrainingExample]) -> list[list[list[TrainingExample]]]:
+        """The examples of each micro-batch, for each place of the mesh's data axis."""
         size = self.examples_per_unit
         units = [examples[start : start + size] for start in range(0, len(examples), size)]
-        plan = plan_micro_batches(
-            [sum(len(example.tokens) for example in unit) for unit in units],
-            tokens_per_micro_batch=self.tokens_per_micro_batch,
-            ranks=len(self.ranks),
-        )
-        calls = []
-        for rank, share in zip(self.ranks, plan, strict=True):
-            micro_batches = [[example for index in micro_batch for example in units[index]] for micro_batch in share]
-            calls.append(rank.submit(method, micro_batches, *arguments))
-        return gather(calls, deadline_s=self.call_timeout_s)
+        budget, ranks = self.tokens_per_micro_batch, self.mesh.data
+        if self.share_prompts:
+            return plan_with_shared_prompts(units, tokens_per_micro_batch=budget, ranks=ranks)
+        lengths = [sum(len(example.tokens) for example in unit) for unit in units]
+        plan = plan_micro_batches(lengths, tokens_per_micro_batch=budget, ranks=ranks)
+        return [[[e for index in batch for e in units[index]] for batch in share] for share in plan]
 
     def _on_all(self, method: str, *arguments: Any) -> list[Any]:
         return gather([rank.submit(method, *arguments) for rank in self.ranks], deadline_s=self.call_timeout_s)

@@ -1,4 +1,4 @@
-"""One rank of a learner: a DeepSpeed engine around a policy or a critic, with a reference model where one is needed.
+"""One rank of a learner: a DeepSpeed engine around a policy or a critic, with a reference or a teacher where needed.
 
 A plain class with synchronous methods; the cluster wraps it in an actor, one per rank. The ranks run in step: each
 method is called on all of them, since almost all take part in collective operations. What is minimized is an
@@ -9,7 +9,7 @@ The loss of an optimizer step is a sum over all its tokens on all ranks, each wi
 denominator of the whole step. Gradients therefore do not depend on how the step is cut or spread.
 
 What differs between a policy and a critic is in `roles.py`. Left out: partitioning while loading (each rank holds the
-whole model for a moment), and a reference model that is partitioned too.
+whole model for a moment), and a reference or a teacher that is partitioned too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,33 @@ import torch
 import torch.distributed as distributed
 
 from slipstream.algorithms.objective import Objective, ObjectiveOutput
+from slipstream.config.lora import LoraConfig
 from slipstream.config.schema import TrainingConfig
 from slipstream.data.trajectory import FloatArray, IntArray, TrainingExample
 from slipstream.errors import TrainingError, WeightSyncError
-from slipstream.models.attention import packed_sequences
+from slipstream.models.attention import packed_sequences, shared_row
+from slipstream.models.fingerprint import model_fingerprint
 from slipstream.models.hardware import detect_hardware, resolve_dtype
-from slipstream.training.batch import MicroBatch, make_micro_batch
-from slipstream.training.checkpoint import export_model, load_checkpoint, save_checkpoint
+from slipstream.models.lora import (
+    ADAPTER_FOLDER,
+    add_adapter,
+    leave_out_frozen,
+    merged_weights,
+    named_weights,
+    save_adapter,
+    without_adapter,
+)
+from slipstream.models.router import router_loss_coefficient
+from slipstream.models.stored_weights import StoredWeight, model_tensors, stored_weights
+from slipstream.models.verification import require_divisible_rows
+from slipstream.training.batch import MicroBatch, ModelInput, RowShare, make_micro_batch
+from slipstream.training.checkpoint import export_model, load_checkpoint, save_checkpoint, storage_errors
 from slipstream.training.deepspeed_config import deepspeed_config
+from slipstream.training.mesh import Mesh
 from slipstream.training.optimizer import make_optimizer, set_learning_rate, take_step
 from slipstream.training.process_group import import_deepspeed, join_process_group, open_listener
-from slipstream.training.reference import ReferenceModel
-from slipstream.training.roles import ROLES, RoleName
+from slipstream.training.reference import ReferenceModel, TeacherSpec, frozen
+from slipstream.training.roles import ROLES, RoleName, sum_of_all
 from slipstream.training.totals import StepTotals, nonfinite_examples
 from slipstream.weights.channel import WeightSender, open_sender
 from slipstream.weights.plan import ChannelAddress, WeightPlan, make_plan
@@ -52,8 +67,9 @@ class LearnerSpec:
     """Everything a rank needs to start; made by the controller from the configuration.
 
     `temperature` is that of sampling: 1 for supervised training. `total_optimizer_steps` is where the learning-rate
-    schedule ends. `model_key` is the configuration key that `model_path` comes from, for messages. `timeout_s` bounds
-    the meeting of the ranks and each collective operation.
+    schedule ends. `router_loss_coefficient` None is what the model's configuration says. `model_key` is the
+    configuration key that `model_path` comes from, for messages. `timeout_s` bounds the meeting of the ranks and each
+    collective operation.
     """
 
     model_path: str
@@ -64,11 +80,18 @@ class LearnerSpec:
     load_reference: bool
     seed: int
     rank: int
-    world_size: int
     role: RoleName = "policy"
     model_key: str = "model.path"
     activation_checkpointing: bool = False
+    router_loss_coefficient: float | None = None
+    lora: LoraConfig | None = None
+    teacher: TeacherSpec | None = None
     timeout_s: float = 1800.0
+
+    @property
+    def mesh(self) -> Mesh:
+        """How all ranks are arranged."""
+        return Mesh(self.training.data_parallel, self.training.sequence_parallel)
 
 
 class LearnerRank:
@@ -79,7 +102,10 @@ class LearnerRank:
         self._role = ROLES[spec.role]
         self._engine: Any = None
         self._optimizer_step = 0
+        # Of the optimizer step that gradients are accumulated for.
+        self._totals = StepTotals()
         self._plan: WeightPlan | None = None
+        self._stored: dict[str, StoredWeight] = {}
         self._sender: WeightSender | None = None
         self._listeners: dict[int, socket.socket] = {}
 
@@ -112,23 +138,35 @@ class LearnerRank:
         config = deepspeed_config(spec.training, dtype=self._dtype, device=self._device)
         join_process_group(
             rank=spec.rank,
-            world_size=spec.world_size,
+            world_size=spec.mesh.ranks,
             meeting_point=meeting_point,
             listener=self._listeners.pop(meeting_point[1], None),
             device=self._device,
             backend=hardware.collective_backend,
             timeout_s=spec.timeout_s,
         )
-        module = self._load_module(activation_checkpointing=spec.activation_checkpointing)
-        model = module.get_submodule("model")
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._fingerprint = model_fingerprint(spec.model_path)
+        self._sequence_group = spec.mesh.join_sequence_group(spec.rank, timeout_s=spec.timeout_s)
+        module: Any = self._load_module(
+            spec.model_path, spec.model_key, activation_checkpointing=spec.activation_checkpointing
+        )
+        model = module.model
+        module.router_loss_coefficient = router_loss_coefficient(model, spec.router_loss_coefficient)
+        if spec.lora is not None:
+            add_adapter(model, spec.lora)
+            leave_out_frozen(module)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(model).items()}
         self._deepspeed = import_deepspeed(self._device)
         self._engine, *_ = self._deepspeed.initialize(
             model=module, optimizer=make_optimizer(module, spec.training), config=config
         )
         self._reference: ReferenceModel | None = None
-        if spec.load_reference:
-            self._reference = ReferenceModel(lambda: self._load_module(activation_checkpointing=False))
+        # With an adapter, the reference is the same model without it.
+        if spec.load_reference and spec.lora is None:
+            self._reference = ReferenceModel(lambda: self._load_module(spec.model_path, spec.model_key))
+        self._teacher: torch.nn.Module | None = None
+        if spec.teacher is not None:
+            self._teacher = frozen(self._load_module(spec.teacher.path, spec.teacher.key))
         return {
             "parameters": sum(math.prod(shape) for shape in self._shapes.values()),
             "memory_bytes": _resident_bytes(),
@@ -139,28 +177,40 @@ class LearnerRank:
 
     def shutdown(self) -> None:
         """Release the weight channel and the engine; safe at any time. The process group goes with the process."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        self._close_channel()
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
 
-    def _load_module(self, *, activation_checkpointing: bool) -> torch.nn.Module:
-        spec = self._spec
+    def _close_channel(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _load_module(self, path: str, key: str, *, activation_checkpointing: bool = False) -> torch.nn.Module:
         module = self._role.load(
-            spec.model_path,
-            key=spec.model_key,
+            path,
+            key=key,
             dtype=self._dtype,
-            training=spec.training,
+            training=self._spec.training,
             activation_checkpointing=activation_checkpointing,
         )
+        if self._sequence_group is not None:
+            require_divisible_rows(module.get_submodule("model"), path, key)
         return module.to(self._device)
+
+    @contextmanager
+    def _row(self, examples: Sequence[TrainingExample]) -> Iterator[MicroBatch]:
+        """Examples as a micro-batch, within whose context its forward and backward pass are to lie."""
+        group = self._sequence_group
+        batch = make_micro_batch(examples, self._device, least_tokens=self._spec.mesh.sequence)
+        with packed_sequences(batch.lengths, batch.prompts, group):
+            yield batch
 
     # ------------------------------------------------------------------ the optimizer step
 
     def update(self, micro_batches: MicroBatches, objective: Objective) -> dict[str, Any]:
-        """One optimizer step; returns its metrics, the same on all ranks.
+        """One optimizer step, with what was accumulated for it before; returns its metrics, the same on all ranks.
 
         `loss`, the metrics of the model (`entropy`) and of the objective, `tokens` (loss tokens on all ranks),
         `gradient_norm` (before clipping), `learning_rate`, `skipped`, `seconds`. A step with a non-finite value at a
@@ -177,17 +227,9 @@ class LearnerRank:
             step=self._optimizer_step,
             total_steps=self._spec.total_optimizer_steps,
         )
-        self._engine.train()
-        totals = StepTotals()
-        for index, examples in enumerate(micro_batches):
-            self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            batch = make_micro_batch(examples, self._device)
-            # The backward pass recomputes attention under activation checkpointing, so it lies within the context.
-            with packed_sequences(batch.lengths):
-                loss = self._accumulate_loss(batch, objective, totals)
-                # DeepSpeed averages gradients over ranks; the loss is a sum over them.
-                self._engine.backward(loss * self._spec.world_size, scale_wrt_gas=False)
-        totals = totals.over_all_ranks()
+        self._backward(micro_batches, objective, ends_step=True)
+        totals = self._totals.over_all_ranks(sequence_ranks=self._spec.mesh.sequence)
+        self._totals = StepTotals()
         gradient_norm = take_step(self._engine, self._spec.training.zero_stage)
         self._optimizer_step += 1
         skipped = not math.isfinite(gradient_norm)
@@ -201,34 +243,53 @@ class LearnerRank:
             metrics["nonfinite_examples"] = sorted(totals.nonfinite_examples)
         return metrics
 
+    def accumulate(self, micro_batches: MicroBatches, objective: Objective) -> None:
+        """Add to the gradient of the optimizer step that the next `update` takes."""
+        self._backward(micro_batches, objective, ends_step=False)
+
+    def _backward(self, micro_batches: MicroBatches, objective: Objective, *, ends_step: bool) -> None:
+        """Accumulate gradients; with the last micro-batch of the step DeepSpeed makes them ready for the optimizer."""
+        self._engine.train()
+        for index, examples in enumerate(micro_batches):
+            self._engine.set_gradient_accumulation_boundary(ends_step and index == len(micro_batches) - 1)
+            with self._row(examples) as batch:
+                loss = self._accumulate_loss(batch, objective, self._totals)
+                # DeepSpeed averages gradients over ranks; the loss is a sum over them. Ranks that share a row compute
+                # the same loss, and each the gradient by its own tokens, which are a sum as well.
+                self._engine.backward(loss * self._spec.mesh.ranks, scale_wrt_gas=False)
+
     def loss(self, micro_batches: MicroBatches, objective: Objective) -> dict[str, Any]:
         """The loss and the objective's metrics over a batch, without an update: for held-out data."""
         totals = StepTotals()
         with self._evaluating():
             for examples in micro_batches:
-                batch = make_micro_batch(examples, self._device)
-                with packed_sequences(batch.lengths):
+                with self._row(examples) as batch:
                     self._accumulate_loss(batch, objective, totals)
-        totals = totals.over_all_ranks()
+        totals = totals.over_all_ranks(sequence_ranks=self._spec.mesh.sequence)
         return totals.metrics() | {"nonfinite_examples": sorted(totals.nonfinite_examples)}
 
     def _accumulate_loss(self, batch: MicroBatch, objective: Objective, totals: StepTotals) -> torch.Tensor:
         """The weighted loss of a micro-batch, a scalar; its metrics are added to `totals`."""
-        outputs = self._role.run(
+        share = RowShare(batch, self._role.reads, shared_row())
+        found = self._role.run(
             self._engine,
-            batch,
+            self._with_teacher(share.inputs),
             temperature=self._spec.temperature,
             entropy_gradient=objective.needs_entropy_gradient,
         )
+        outputs = share.whole(found)
         learned = outputs[self._role.output]
         if batch.loss_tokens == 0:
-            return learned.sum()
+            return sum_of_all(outputs)
         if "weight" not in batch.fields:
             raise TrainingError(
                 f"example {batch.example_ids[0]!r} has no token field 'weight', the share of each token"
             )
         output: ObjectiveOutput = objective(outputs, batch.fields, batch.sequence_index)
         loss = (output.loss * batch.fields["weight"]).sum()
+        if self._engine.module.router_loss_coefficient > 0:
+            balance = (outputs["router_loss"] * batch.fields["weight"]).sum()
+            loss = loss + self._engine.module.router_loss_coefficient * balance
         model_metrics = {name: values.detach() for name, values in outputs.items() if name != self._role.output}
         totals.add(batch, loss.detach(), model_metrics, output)
         offenders = nonfinite_examples(batch, learned.detach(), output.loss.detach())
@@ -237,16 +298,33 @@ class LearnerRank:
         totals.nonfinite_examples += offenders
         # Every gradient of the step becomes NaN on every rank, whatever the bad value alone would have done: that is
         # how all ranks agree to skip it, in `take_step`, without a message of their own.
-        return learned.sum() * math.nan
+        return sum_of_all(outputs) * math.nan
+
+    def _with_teacher(self, inputs: ModelInput) -> ModelInput:
+        """The input with what the teacher thinks at its loss tokens, where the student is compared with one."""
+        teacher = self._spec.teacher
+        if teacher is None or teacher.divergence is None:
+            return inputs
+        states = self._frozen_module("teacher").as_teacher(
+            inputs.tokens,
+            inputs.positions,
+            inputs.places,
+            divergence=teacher.divergence,
+            temperature=teacher.temperature,
+        )
+        return replace(inputs, teacher=states)
 
     # ------------------------------------------------------------------ forward passes
 
     def log_probs(self, micro_batches: MicroBatches, role: str) -> dict[str, FloatArray]:
         """Log-probs at the sampling temperature of the loss tokens of this rank's examples, by example id.
 
-        `role` is "policy" or "reference". Raises TrainingError for "reference" if none was loaded, and in a critic.
+        `role` is "policy", "reference" or "teacher". Raises TrainingError for one that was not loaded, and in a critic.
         """
-        module = self._require_reference().module if role == "reference" else self._engine
+        if role == "reference" and self._spec.lora is not None and self._spec.load_reference:
+            with without_adapter(self._engine.module.model):
+                return self._by_example("log_probs", micro_batches, self._engine)
+        module = self._engine if role == "policy" else self._frozen_module(role)
         return self._by_example("log_probs", micro_batches, module)
 
     def values(self, micro_batches: MicroBatches) -> dict[str, FloatArray]:
@@ -256,11 +334,17 @@ class LearnerRank:
         """
         return self._by_example("values", micro_batches, self._engine)
 
+    def scores(self, micro_batches: MicroBatches) -> dict[str, FloatArray]:
+        """What a reward model thinks at each loss token of this rank's examples, by example id.
+
+        Raises TrainingError in a policy and in a critic.
+        """
+        return self._by_example("scores", micro_batches, self._engine)
+
     def probe(self, tokens: IntArray) -> FloatArray:
         """Log-probs of the policy at temperature 1 of tokens[1:], each given what precedes it: [L] -> [L - 1]."""
         example = TrainingExample("probe", np.asarray(tokens, dtype=np.int64), np.arange(len(tokens)) > 0)
-        batch = make_micro_batch([example], self._device)
-        with self._evaluating():
+        with self._evaluating(), self._row([example]) as batch:
             return self._forward("log_probs", batch, self._engine, temperature=1.0)
 
     def refresh_reference(self) -> None:
@@ -272,12 +356,19 @@ class LearnerRank:
             raise TrainingError("this learner has no reference model: algorithm.kl_coefficient is 0")
         return self._reference
 
+    def _frozen_module(self, role: str) -> Any:
+        if role == "reference":
+            return self._require_reference().module
+        if self._teacher is None:
+            raise TrainingError("this learner has no teacher: none was configured")
+        return self._teacher
+
     def _by_example(self, output: str, micro_batches: MicroBatches, module: torch.nn.Module) -> dict[str, FloatArray]:
         results: dict[str, FloatArray] = {}
         with self._evaluating():
             for examples in micro_batches:
-                batch = make_micro_batch(examples, self._device)
-                values = self._forward(output, batch, module, temperature=self._spec.temperature)
+                with self._row(examples) as batch:
+                    values = self._forward(output, batch, module, temperature=self._spec.temperature)
                 sequence_index = batch.sequence_index.cpu().numpy()
                 for index, example_id in enumerate(batch.example_ids):
                     results[example_id] = values[sequence_index == index]
@@ -287,9 +378,9 @@ class LearnerRank:
         """One output of the model at the loss tokens of a micro-batch: [N]."""
         if output != self._role.output:
             raise TrainingError(f"a {self._spec.role} has no {output}; this learner computes {self._role.output}")
-        with packed_sequences(batch.lengths):
-            outputs = self._role.run(module, batch, temperature=temperature, entropy_gradient=False)
-        values: FloatArray = outputs[output].cpu().numpy()
+        share = RowShare(batch, self._role.reads, shared_row())
+        outputs = self._role.run(module, share.inputs, temperature=temperature, entropy_gradient=False)
+        values: FloatArray = share.whole({output: outputs[output]})[output].cpu().numpy()
         return values
 
     @contextmanager
@@ -301,9 +392,23 @@ class LearnerRank:
     # ------------------------------------------------------------------ weights for the rollout engines
 
     def weight_plan(self, bucket_bytes: int, channel: ChannelAddress) -> WeightPlan:
-        """Decide how the weights travel. Made once; `fill_bucket` follows it. A tied weight travels once."""
+        """Decide how the weights travel; `fill_bucket` follows it. A tied weight travels once.
+
+        Called again, it takes up the new channel and leaves the one before.
+        Names and pieces are those of a model folder. Raises WeightSyncError for a family that cannot be published.
+        """
+        self._close_channel()
+        model = self._engine.module.model
+        tensors = model_tensors(model)
+        shapes = {name: self._shapes.get(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self._stored = stored_weights(model, shapes)
         self._plan = make_plan(
-            ((name, self._dtype, shape) for name, shape in self._shapes.items()), bucket_bytes, channel=channel
+            (
+                (name, str(tensors[weight.source].dtype).removeprefix("torch."), weight.shape)
+                for name, weight in self._stored.items()
+            ),
+            bucket_bytes,
+            channel=channel,
         )
         return self._plan
 
@@ -312,22 +417,32 @@ class LearnerRank:
         if self._plan is None:
             raise WeightSyncError("fill_bucket was called before weight_plan")
         bucket = self._plan.buckets[index]
-        with self._whole_parameters([spec.name for spec in bucket.tensors]) as tensors:
+        pieces = {spec.name: self._stored[spec.name] for spec in bucket.tensors}
+        with self._whole_tensors(sorted({piece.source for piece in pieces.values()})) as sources:
             if self._spec.rank != 0:
                 return {}
+            tensors = {name: piece.view(sources[piece.source]) for name, piece in pieces.items()}
             if self._sender is None:
                 self._sender = open_sender(self._plan, self._listeners.pop(self._plan.channel.port, None))
             return self._sender.send(bucket, tensors)
 
     @contextmanager
     def _whole_parameters(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters by Hugging Face name; under ZeRO stage 3 gathered from all ranks for the time being."""
-        parameters = dict(self._engine.module.model.named_parameters())
+        """Parameters by Hugging Face name, merged with an adapter; under ZeRO stage 3 gathered for the time being."""
+        model = self._engine.module.model
+        parameters = named_weights(model)
         chosen = {name: parameters[name] for name in names}
         is_partitioned = self._spec.training.zero_stage == 3
         gathered = self._deepspeed.zero.GatheredParameters(list(chosen.values())) if is_partitioned else nullcontext()
         with gathered:
-            yield {name: parameter.detach() for name, parameter in chosen.items()}
+            yield merged_weights(model, {name: parameter.detach() for name, parameter in chosen.items()})
+
+    @contextmanager
+    def _whole_tensors(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """As `_whole_parameters`, of buffers as well, which every rank has whole."""
+        buffers = dict(self._engine.module.model.named_buffers())
+        with self._whole_parameters([name for name in names if name not in buffers]) as tensors:
+            yield tensors | {name: buffers[name] for name in names if name in buffers}
 
     def _each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All parameters one after the other, each whole until the next one comes. All ranks must go through them."""
@@ -339,13 +454,15 @@ class LearnerRank:
 
     def save(self, folder: str) -> None:
         """Write everything that training needs to go on bit for bit. Raises TrainingError if the disk is full."""
-        save_checkpoint(self._engine, Path(folder), description=self._describe())
+        has_adapter = self._spec.lora is not None
+        save_checkpoint(self._engine, Path(folder), description=self._describe(), has_adapter=has_adapter)
         if self._reference is not None:
             self._reference.save(Path(folder))
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote. Raises RunDirectoryError for another model, rank count, stage or type."""
-        saved = load_checkpoint(self._engine, Path(folder), description=self._describe())
+        has_adapter = self._spec.lora is not None
+        saved = load_checkpoint(self._engine, Path(folder), description=self._describe(), has_adapter=has_adapter)
         self._optimizer_step = saved["optimizer_step"]
         if self._reference is not None:
             self._reference.load(Path(folder))
@@ -353,24 +470,36 @@ class LearnerRank:
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder, from rank 0: of a policy a causal language model, of a critic a classifier.
 
+        An adapter is merged into it, and lies beside it in `adapter/` as peft writes it.
+
         Raises TrainingError if the disk is full.
         """
-        state: dict[str, torch.Tensor] = {}
+        tensors = model_tensors(self._engine.module.model)
+        state = {name: tensor.cpu() for name, tensor in tensors.items() if name not in self._shapes}
         for name, tensor in self._each_parameter():
             if self._spec.rank == 0:
                 state[name] = tensor.cpu().clone()
         if self._spec.rank == 0:
-            export_model(self._engine.module.model, Path(folder), state=state, model_path=self._spec.model_path)
+            model, path, lora = self._engine.module.model, self._spec.model_path, self._spec.lora
+            export_model(model, Path(folder), state=state, model_path=path)
+            if lora is not None:
+                with storage_errors(Path(folder), "the adapter"):
+                    save_adapter(model, Path(folder) / ADAPTER_FOLDER, config=lora, model_path=path)
         distributed.barrier()
 
     def _describe(self) -> dict[str, Any]:
         return {
             "optimizer_step": self._optimizer_step,
             "model_path": self._spec.model_path,
-            "ranks": self._spec.world_size,
+            "model": self._fingerprint,
+            "ranks": self._spec.mesh.ranks,
             "zero_stage": self._spec.training.zero_stage,
             "dtype": self._dtype,
-            "shapes": {name: list(shape) for name, shape in self._shapes.items()},
+            "has_adapter": self._spec.lora is not None,
+            "lora": None if self._spec.lora is None else self._spec.lora.model_dump(),
+            "shapes": {name: list(p.shape) for name, p in self._engine.module.model.named_parameters()}
+            if self._spec.lora is not None
+            else {name: list(shape) for name, shape in self._shapes.items()},
         }
 
 

@@ -1,9 +1,11 @@
-"""The reference: a frozen copy of the policy as it was at the start, or when it was last refreshed.
+"""Frozen models beside the one that learns: the reference, and a teacher. Every rank holds the whole of them.
 
-Every rank holds the whole of it. A checkpoint holds it only once it is no longer the model on disk.
+The reference is the policy as it was at the start, or when it was last refreshed; a checkpoint holds it only once it is
+no longer the model on disk. A teacher is another model and never changes.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,9 +13,29 @@ import torch.distributed as distributed
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from slipstream.algorithms.divergence import Divergence
 from slipstream.training.checkpoint import storage_errors
 
 REFERENCE_FILE = "reference.safetensors"
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """Which model teaches. `key` is the configuration key that `path` comes from, for messages.
+
+    With a `divergence` every step also computes how far the student is from the teacher over the whole vocabulary, both
+    at `temperature`; without one the teacher is only asked for log-probs.
+    """
+
+    path: str
+    key: str
+    divergence: Divergence | None = None
+    temperature: float = 1.0
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    """The module, in evaluation mode, learning nothing."""
+    return module.requires_grad_(False).eval()
 
 
 class ReferenceModel:
@@ -25,7 +47,7 @@ class ReferenceModel:
         self._is_refreshed = False
 
     def _first_module(self) -> nn.Module:
-        return self._load_module().requires_grad_(False).eval()
+        return frozen(self._load_module())
 
     def refresh(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over weights, all of them, by the names they have in the Hugging Face model."""
