@@ -9,6 +9,8 @@ class SlipstreamError(Exception):
     """Base of all errors that tell the user what to do."""
 
     exit_code = 1
+    is_fault = False
+    """Whether the same run may succeed when it is started again: nothing in its input was wrong."""
 
 
 class ConfigError(SlipstreamError):
@@ -41,6 +43,12 @@ class RewardError(SlipstreamError):
 
 class EngineError(SlipstreamError):
     """An engine (a Ray actor) died, raised, or did not answer before its deadline."""
+
+
+class EngineLostError(EngineError):
+    """An engine died or did not answer before its deadline. One that is started in its place can do its work."""
+
+    is_fault = True
 
 
 class WeightSyncError(SlipstreamError):

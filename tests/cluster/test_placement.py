@@ -1,5 +1,6 @@
 """Which processes a run has and what each gets, for machines of all sizes."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -7,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.cluster.placement import ACTOR_CPU_SHARE, Placement, plan_placement
+from slipstream.cluster.placement import ACTOR_CPU_SHARE, Placement, nearest_layout, plan_placement
+from slipstream.config.algorithm import AlgorithmConfig
+from slipstream.config.data import DataConfig
 from slipstream.config.schema import (
-    AlgorithmConfig,
-    DataConfig,
     EvaluateConfig,
     EvaluationConfig,
     ModelConfig,
@@ -29,6 +30,7 @@ DATA = DataConfig(source="d.jsonl", response_key="response")
 def rl(
     *,
     ranks: int = 1,
+    sequence: int = 1,
     engines: int = 1,
     workers: int = 1,
     algorithm: str = "grpo",
@@ -40,16 +42,18 @@ def rl(
         output_dir="o",
         model=MODEL,
         data=DATA,
-        reward=RewardConfig(**(reward or {"function": "number"}), workers=workers),
+        reward=RewardConfig(**(reward or {"function": "math"}), workers=workers),
         rollout=RolloutConfig(engines=engines, threads=threads.get("rollout")),
         algorithm=AlgorithmConfig(preset=algorithm),  # type: ignore[arg-type]
-        training=TrainingConfig(ranks=ranks, threads=threads.get("training")),
+        training=TrainingConfig(
+            data_parallel=ranks // sequence, sequence_parallel=sequence, threads=threads.get("training")
+        ),
     )
 
 
 def evaluation(*, engines: int, reward_model: str | None = None) -> EvaluateConfig:
     rollout = RolloutConfig(engines=engines)
-    reward = RewardConfig(function="number", model=reward_model)
+    reward = RewardConfig(function="math", model=reward_model)
     return EvaluateConfig(
         output_dir="o", model=MODEL, reward=reward, rollout=rollout, evaluation=EvaluationConfig(data=DATA)
     )
@@ -66,6 +70,11 @@ def test_every_process_of_a_run_is_named() -> None:
         "reward worker 0",
         "reward worker 1",
     ]
+
+
+def test_a_service_that_scores_needs_no_reward_worker() -> None:
+    placement = plan_placement(rl(workers=2, reward={"urls": ["http://127.0.0.1:1"]}), cpus=4, gpus=0)
+    assert placement.of_role("reward") == ()
 
 
 def test_a_critic_has_as_many_ranks_as_the_learner_and_their_threads() -> None:
@@ -98,7 +107,7 @@ def test_configured_threads_are_taken_as_they_are() -> None:
 
 
 def test_sft_has_learners_only_and_evaluation_has_none() -> None:
-    sft = SFTConfig(steps=1, output_dir="o", model=MODEL, data=DATA, training=TrainingConfig(ranks=2))
+    sft = SFTConfig(steps=1, output_dir="o", model=MODEL, data=DATA, training=TrainingConfig(data_parallel=2))
     assert {actor.role for actor in plan_placement(sft, cpus=2, gpus=0).actors} == {"controller", "learner"}
     answering = plan_placement(evaluation(engines=2), cpus=4, gpus=0)
     assert {actor.role for actor in answering.actors} == {"controller", "rollout", "reward"}
@@ -139,7 +148,7 @@ def test_a_reward_model_has_an_actor_with_the_threads_of_an_engine_and_no_worker
     assert [actor.name for actor in alone.of_role("reward_model")] == ["reward engine"]
     assert alone.of_role("reward_model")[0].threads == alone.of_role("rollout")[0].threads == 4
     assert not alone.of_role("reward")
-    both = plan_placement(rl(workers=2, reward={"model": "m", "function": "number"}), cpus=8, gpus=0)
+    both = plan_placement(rl(workers=2, reward={"model": "m", "function": "math"}), cpus=8, gpus=0)
     assert len(both.of_role("reward_model")) == 1 and len(both.of_role("reward")) == 2
     assert not plan_placement(rl(), cpus=8, gpus=0).of_role("reward_model")
 
@@ -153,14 +162,25 @@ def test_a_reward_model_has_a_gpu_of_its_own_only_where_one_is_left(gpus: int, s
         assert (placement.of_role("rollout")[0].gpus, placement.of_role("reward_model")[0].gpus) == shares
 
 
-def test_more_gpus_wanted_than_there_are_is_an_error_that_names_the_keys() -> None:
+def test_more_gpus_wanted_than_there_are_is_an_error_that_names_the_keys_and_the_nearest_that_fits() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_placement(rl(ranks=4, engines=1), cpus=8, gpus=2)
     assert str(caught.value) == (
-        "training.ranks (4) and rollout.engines (1) need 4 GPUs, this machine has 2; lower them to what fits"
+        "training.data_parallel (4) x training.sequence_parallel (1) and rollout.engines (1) need 4 GPUs, this machine "
+        "has 2; the nearest that fits is training.data_parallel 2, training.sequence_parallel 1, rollout.engines 1"
     )
-    with pytest.raises(ConfigError, match=r"^rollout\.engines \(4\) need 4 GPUs, this machine has 2; lower it"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.engines \(4\) need 4 GPUs, this machine has 2; the nearest that fi"
+    ):
         plan_placement(evaluation(engines=4), cpus=8, gpus=2)
+
+
+def test_the_nearest_layout_keeps_the_number_of_ranks_first_and_then_their_share_of_a_sequence() -> None:
+    assert nearest_layout((4, 2), range(1, 9)) == (4, 2)
+    assert nearest_layout((4, 2), range(1, 7)) == (3, 2)
+    assert nearest_layout((1, 8), range(1, 7)) == (1, 6)
+    assert nearest_layout((2, 4), range(1, 6)) == (1, 5)
+    assert nearest_layout((2, 1), {1, 3}) == (1, 1)
 
 
 def place(placement: Placement, gpus: int, data: st.DataObject) -> dict[str, int]:
@@ -181,7 +201,7 @@ def place(placement: Placement, gpus: int, data: st.DataObject) -> dict[str, int
     engines=st.integers(1, 8),
     gpus=st.integers(1, 24),
     algorithm=st.sampled_from(["grpo", "ppo"]),
-    reward=st.sampled_from([{"function": "number"}, {"model": "m"}]),
+    reward=st.sampled_from([{"function": "math"}, {"model": "m"}]),
     data=st.data(),
 )
 def test_wherever_ray_puts_them_all_fit_and_no_two_ranks_of_a_learner_share_a_gpu(
@@ -215,12 +235,36 @@ def test_with_a_critic_two_or_three_share_a_gpu_where_there_are_too_few(
     assert tuple(placement.of_role(role)[0].gpus for role in ("learner", "critic", "rollout")) == shares  # type: ignore[arg-type]
 
 
-def test_ranks_for_which_a_critic_has_no_safe_place_are_refused_with_those_that_have() -> None:
+def test_ranks_for_which_a_critic_has_no_safe_place_are_refused_with_the_nearest_that_have() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_placement(rl(ranks=2, engines=1, algorithm="ppo"), cpus=8, gpus=3)
     assert str(caught.value) == (
-        "training.ranks (2) and rollout.engines (1), with a critic, do not fit on the 3 GPUs of this machine; set "
-        "training.ranks to 3 or to at most 1, and rollout.engines to at most 3"
+        "training.data_parallel (2) x training.sequence_parallel (1) and rollout.engines (1), with a critic, need 4 "
+        "GPUs, this machine has 3; the nearest that fits is training.data_parallel 1, training.sequence_parallel 1, "
+        "rollout.engines 1"
     )
-    with pytest.raises(ConfigError, match=r"set training\.ranks to 1, and rollout\.engines to at most 1$"):
-        plan_placement(rl(ranks=1, engines=2, algorithm="ppo"), cpus=8, gpus=1)
+
+
+@given(
+    data=st.integers(1, 6),
+    sequence=st.integers(1, 4),
+    engines=st.integers(1, 8),
+    gpus=st.integers(2, 12),
+    algorithm=st.sampled_from(["grpo", "ppo"]),
+    max_staleness=st.sampled_from([0, 2]),
+)
+def test_what_is_called_the_nearest_does_fit(
+    data: int, sequence: int, engines: int, gpus: int, algorithm: str, max_staleness: int
+) -> None:
+    def config(data: int, sequence: int, engines: int) -> RLConfig:
+        made = rl(ranks=data * sequence, sequence=sequence, engines=engines, algorithm=algorithm)
+        return made.model_copy(update={"rollout": made.rollout.model_copy(update={"max_staleness": max_staleness})})
+
+    try:
+        plan_placement(config(data, sequence, engines), cpus=8, gpus=gpus)
+    except ConfigError as error:
+        named = re.findall(r"(?:parallel|engines) (\d+)", str(error).partition("the nearest that fits is")[2])
+        if not named:
+            assert max_staleness and "needs at least 3" in str(error) and gpus < 3
+            return
+        plan_placement(config(*map(int, named)), cpus=8, gpus=gpus)

@@ -13,8 +13,9 @@ import pytest
 
 from slipstream.cluster import remains
 from slipstream.cluster.calls import gather
-from slipstream.cluster.session import await_engines, terminate_as_interrupt
+from slipstream.cluster.session import ClusterSession, await_engines, terminate_as_interrupt
 from slipstream.cluster.watchdog import Watchdog
+from slipstream.config.schema import ClusterConfig
 from slipstream.errors import EngineError
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -214,6 +215,7 @@ def test_a_cluster_that_cannot_be_joined_is_named(tmp_path: Path) -> None:
 from pathlib import Path
 from slipstream.cluster.session import ClusterSession
 from slipstream.config.schema import ClusterConfig
+from slipstream.config.schema import ClusterConfig
 from slipstream.errors import EngineError
 
 try:
@@ -223,3 +225,38 @@ except EngineError as error:
 """
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert "join the Ray cluster at 127.0.0.1:9" in finished.stdout
+
+
+def test_whatever_keeps_ray_from_starting_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises exceptions of no class of its own."""
+
+    def give_up(**_: Any) -> None:
+        raise Exception("something is amiss")
+
+    monkeypatch.setattr("ray.init", give_up)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    with pytest.raises(EngineError, match="could not start Ray here: something is amiss"):
+        ClusterSession(ClusterConfig(), log_folder=tmp_path).__enter__()
+
+
+def test_ray_is_started_once_more_where_a_busy_machine_was_too_slow_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    attempts: list[str] = []
+
+    def init(**options: Any) -> None:
+        attempts.append(options["address"])
+        if len(attempts) < 3:
+            raise Exception("The current node timed out during startup. This could happen because ...")
+
+    session = ClusterSession(ClusterConfig(), log_folder=tmp_path)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    session._initialize_ray({"address": "local"})
+    assert attempts == ["local"] * 3
+    session.config = ClusterConfig(start_timeout_s=1e-9)
+    attempts.clear()
+    with pytest.raises(Exception, match="timed out during startup"):
+        session._initialize_ray({"address": "local"})

@@ -4,11 +4,14 @@ The dry run prints it and the workflows start exactly it, so the two can't disag
 and placement over several machines, which is Ray's.
 """
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from slipstream.config.generate import AnsweringConfig, GenerateConfig
 from slipstream.config.reward_model import SupervisedConfig
-from slipstream.config.schema import EvaluateConfig, RLConfig
+from slipstream.config.schema import RLConfig
 from slipstream.errors import ConfigError
 
 Role = Literal["controller", "learner", "critic", "rollout", "reward", "reward_model"]
@@ -70,20 +73,23 @@ class Placement:
         return tuple(actor for actor in self.actors if actor.role == role)
 
 
-def plan_placement(config: RLConfig | SupervisedConfig | EvaluateConfig, cpus: int, gpus: int) -> Placement:
+def plan_placement(config: RLConfig | SupervisedConfig | AnsweringConfig, cpus: int, gpus: int) -> Placement:
     """Divide `cpus` cores and `gpus` GPUs of this machine among the processes of a run.
 
     The controller and the reward workers are not Ray actors: they ask Ray for nothing. A reward model computes while
     engines generate, and with as many threads as one of them.
     Raises ConfigError where the run wants more GPUs than there are.
     """
-    ranks = 0 if isinstance(config, EvaluateConfig) else config.training.ranks
+    ranks = 0 if isinstance(config, AnsweringConfig) else config.training.ranks
     engines = 0 if isinstance(config, SupervisedConfig) else config.rollout.engines
     has_critic = isinstance(config, RLConfig) and config.has_critic
     has_reward_model = not isinstance(config, SupervisedConfig) and config.reward.model is not None
     alternating = isinstance(config, RLConfig) and config.rollout.max_staleness == 0
+    layout = None
+    if not isinstance(config, AnsweringConfig):
+        layout = config.training.data_parallel, config.training.sequence_parallel
     shares = _gpu_shares(
-        ranks=ranks,
+        layout,
         engines=engines,
         gpus=gpus,
         alternating=alternating,
@@ -91,7 +97,7 @@ def plan_placement(config: RLConfig | SupervisedConfig | EvaluateConfig, cpus: i
         has_reward_model=has_reward_model,
     )
 
-    learner_threads = None if isinstance(config, EvaluateConfig) else config.training.threads
+    learner_threads = None if isinstance(config, AnsweringConfig) else config.training.threads
     rollout_threads = None if isinstance(config, SupervisedConfig) else config.rollout.threads
     learner_threads = learner_threads or max(1, cpus // (ranks if alternating else ranks + engines))
     rollout_threads = rollout_threads or max(1, cpus // (engines if alternating else ranks + engines))
@@ -111,23 +117,33 @@ def plan_placement(config: RLConfig | SupervisedConfig | EvaluateConfig, cpus: i
     return Placement(tuple(actors), alternating=alternating)
 
 
-def _reward_workers(config: RLConfig | SupervisedConfig | EvaluateConfig) -> int:
+def _reward_workers(config: RLConfig | SupervisedConfig | AnsweringConfig) -> int:
     """Processes that run the reward function. One given as an object is not in the configuration."""
-    if isinstance(config, SupervisedConfig) or (config.reward.model is not None and config.reward.function is None):
+    if isinstance(config, SupervisedConfig):
         return 0
-    return config.reward.workers
+    has_other = config.reward.model is not None or bool(config.reward.urls)
+    needs_none = has_other or isinstance(config, GenerateConfig)
+    return 0 if needs_none and config.reward.function is None else config.reward.workers
 
 
 def _gpu_shares(
-    *, ranks: int, engines: int, gpus: int, alternating: bool, has_critic: bool, has_reward_model: bool
+    layout: tuple[int, int] | None,
+    *,
+    engines: int,
+    gpus: int,
+    alternating: bool,
+    has_critic: bool,
+    has_reward_model: bool,
 ) -> GpuShares:
     """A GPU for each process where there are enough, else they share, ranks and engines in a synchronous run only.
 
+    `layout` is the learner's: ranks that learn from different data, times those that share it; None for no learner.
     With a critic, ranks and GPUs must be as many, or there must be a GPU for each rank and each critic rank: of other
     numbers Ray could put two critic ranks on a GPU where no rank is.
     """
     if gpus == 0:
         return NO_GPU
+    ranks = 0 if layout is None else math.prod(layout)
     all_ranks = 2 * ranks if has_critic else ranks
     if all_ranks + engines <= gpus:
         return WHOLE_GPUS if all_ranks + engines + has_reward_model <= gpus else BESIDE_AN_ENGINE
@@ -135,21 +151,36 @@ def _gpu_shares(
         return SHARED_BY_TWO
     if alternating and has_critic and ranks == gpus and engines <= gpus:
         return SHARED_BY_THREE
-    _refuse(ranks=ranks, engines=engines, gpus=gpus, alternating=alternating, has_critic=has_critic)
+    _refuse(layout, engines=engines, gpus=gpus, alternating=alternating, has_critic=has_critic)
 
 
-def _refuse(*, ranks: int, engines: int, gpus: int, alternating: bool, has_critic: bool) -> NoReturn:
-    keys = [f"training.ranks ({ranks})"] * (ranks > 0) + [f"rollout.engines ({engines})"] * (engines > 0)
-    wanted = " and ".join(keys)
-    if has_critic and alternating:
-        fewer = f" or to at most {gpus // 2}" if gpus > 1 else ""
-        raise ConfigError(
-            f"{wanted}, with a critic, do not fit on the {gpus} GPUs of this machine; set training.ranks to "
-            f"{gpus}{fewer}, and rollout.engines to at most {gpus}"
-        )
-    if has_critic:
-        ranks, wanted = 2 * ranks, f"{wanted}, with a critic,"
-    needed = max(ranks, engines) if alternating else ranks + engines
-    raise ConfigError(
-        f"{wanted} need {needed} GPUs, this machine has {gpus}; lower {'them' if len(keys) > 1 else 'it'} to what fits"
-    )
+def _refuse(
+    layout: tuple[int, int] | None, *, engines: int, gpus: int, alternating: bool, has_critic: bool
+) -> NoReturn:
+    """Say what does not fit, and what is nearest to it of all that does."""
+    keys = [] if layout is None else ["training.data_parallel ({}) x training.sequence_parallel ({})".format(*layout)]
+    keys += [f"rollout.engines ({engines})"] * (engines > 0)
+    wanted = " and ".join(keys) + (", with a critic," if has_critic else "")
+    learners = 2 if has_critic else 1
+    ranks = 0 if layout is None else learners * math.prod(layout)
+    problem = f"{wanted} need {max(ranks, engines) if alternating else ranks + engines} GPUs, this machine has {gpus}"
+    # Ranks and engines that take turns use the same GPUs; others leave one to each learner.
+    reserved = 0 if alternating or layout is None else learners
+    if gpus < reserved + (engines > 0):
+        raise ConfigError(f"{problem}; a run of this kind needs at least {reserved + (engines > 0)}")
+    fitting = min(engines, gpus - reserved)
+    nearest = [f"rollout.engines {fitting}"] * (engines > 0)
+    if layout is not None:
+        left = gpus if alternating else gpus - fitting
+        possible = {*range(1, left // learners + 1), *([gpus] if alternating else [])}
+        data, sequence = nearest_layout(layout, possible)
+        nearest = [f"training.data_parallel {data}", f"training.sequence_parallel {sequence}", *nearest]
+    raise ConfigError(f"{problem}; the nearest that fits is {', '.join(nearest)}")
+
+
+def nearest_layout(layout: tuple[int, int], possible: Collection[int]) -> tuple[int, int]:
+    """Of all (data, sequence) with a possible number of ranks, the one nearest to `layout`: first by that number."""
+    data, sequence = layout
+    ranks = data * sequence
+    layouts = [(each // width, width) for each in possible for width in range(1, each + 1) if each % width == 0]
+    return min(layouts, key=lambda found: (abs(math.prod(found) - ranks), math.prod(found), abs(found[1] - sequence)))

@@ -3,7 +3,8 @@
 Everything of a run carries its run id: files in their name, processes in their environment (`SLIPSTREAM_RUN_ID`) or in
 the name of a log file they write, for Ray's own processes overwrite their environment when they set their title. The
 run id begins with the controller's process id. Used by the session at its end, by the watchdog when the controller
-was killed, and by the next run if the watchdog was killed too. Standard library only: the watchdog is to be small.
+was killed, and by the next run if the watchdog was killed too. The watchdog is to be small: what is more than the
+standard library is loaded where it is used.
 """
 
 import os
@@ -30,6 +31,21 @@ def kill_processes_of_run(run_id: str) -> list[int]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return remaining
+
+
+def kill_process_tree(pid: int, started: float) -> None:
+    """Kill a process of this machine that started at that time, if it still is there, and everything it started."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.create_time() != started:
+            return  # Another one, which was given the same id.
+        # Stopped first: what is listed is then all there is.
+        process.suspend()
+        for member in (*process.children(recursive=True), process):
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
 
 
 def remove_segments(run_id: str) -> None:

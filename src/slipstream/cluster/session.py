@@ -14,31 +14,37 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slipstream.cluster.calls import PendingCall, RemoteEngine, gather
+from slipstream.cluster.calls import EngineRecipe, EngineState, PendingCall, ProcessIdentity, RemoteEngine, gather
+from slipstream.cluster.ray_processes import RayProcesses
 from slipstream.cluster.remains import (
     RUN_ID_VARIABLE,
     TEMPORARY_PREFIX,
+    kill_process_tree,
     kill_processes_of_run,
     posix_segments,
     remove_remains_of_dead_runs,
     remove_segments,
     remove_unused_posix_segments,
 )
+from slipstream.cluster.waits import WaitWatch, waiting
 from slipstream.cluster.watchdog import Watchdog
 from slipstream.config.schema import ClusterConfig
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, EngineLostError
 from slipstream.observe.logs import get_logger
 
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 OBJECT_STORE_BYTES = 1 << 30
 ENGINE_SHUTDOWN_DEADLINE_S = 10.0
 REACH_DEADLINE_S = 10.0
+SLOW_START = "timed out during startup"
+"""What Ray says where its own processes did not come up in time."""
 
 logger = get_logger("cluster")
 
@@ -56,6 +62,8 @@ class ClusterSession:
         self._final_log_folder = log_folder
         self._temporary_folder: Path | None = None
         self._watchdog: Watchdog | None = None
+        self._wait_watch: WaitWatch | None = None
+        self._ray_processes = RayProcesses()
         self._psm_before = posix_segments()
 
     @property
@@ -88,7 +96,6 @@ class ClusterSession:
         os.environ[RUN_ID_VARIABLE] = self.run_id
         if self.config.address is None:
             _use_own_token()
-        import ray
 
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         if self.config.address is None:
@@ -105,15 +112,34 @@ class ClusterSession:
             _require_reachable(self.config.address)
             options |= {"address": self.config.address}
         self._watchdog = Watchdog(self.run_id, self._temporary_folder)
+        self._wait_watch = WaitWatch()
         try:
-            ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+            self._initialize_ray(options)
+        except Exception as error:  # Ray raises that very class where its processes are slow to come up.
             if self.config.address is None:
-                raise EngineError(f"could not start Ray here: {error}") from error
+                raise EngineLostError(f"could not start Ray here: {error}") from error
             raise EngineError(
                 f"could not join the Ray cluster at {self.config.address} (cluster.address): {error}; "
                 "if it asks for a token, set RAY_AUTH_MODE=token"
             ) from error
+        self._ray_processes.find()
+
+    def _initialize_ray(self, options: dict[str, Any]) -> None:
+        """Start or join Ray. On a busy machine its processes may take longer than the half minute it gives them."""
+        import ray
+
+        deadline = time.monotonic() + self.config.start_timeout_s
+        with waiting("Ray: start", deadline_s=self.config.start_timeout_s):
+            while True:
+                try:
+                    ray.init(**options)
+                    return
+                except Exception as error:
+                    if SLOW_START not in str(error) or time.monotonic() > deadline:
+                        raise
+                    logger.warning("Ray was slow to start, and is started once more")
+                    ray.shutdown()
+                    kill_processes_of_run(self.run_id)
 
     def start_engine(
         self,
@@ -125,20 +151,26 @@ class ClusterSession:
         environment: dict[str, str] | None = None,
     ) -> RemoteEngine:
         """Make a Ray actor of `engine_class`; its constructor runs there. Wait for it with `await_engines`."""
-        import ray
-
-        actor_class = ray.remote(engine_class)
-        handle = actor_class.options(
-            num_cpus=cpus,
-            num_gpus=gpus,
-            max_restarts=0,
-            runtime_env={"env_vars": self._environment | (environment or {})},
-        ).remote(*arguments)
-        engine = RemoteEngine(name=name, handle=handle, log_folder=self.log_folder)
+        recipe = EngineRecipe(engine_class, arguments, cpus, gpus, self._environment | (environment or {}))
+        handle = _make_actor(recipe, node_id=None)
+        engine = RemoteEngine(name=name, handle=handle, log_folder=self.log_folder, recipe=recipe)
         if self.config.address is None:
             engine.address = LOOPBACK
         self.engines.append(engine)
         return engine
+
+    def restart_engine(self, engine: RemoteEngine) -> PendingCall:
+        """Kill what is left of an engine's process and make a new one in its place; see `Restarter`. Does not wait."""
+        import ray
+
+        ray.kill(engine.handle)
+        if engine.pid is not None and engine.node == socket.gethostname():
+            # A process that hangs takes no message of Ray's.
+            kill_process_tree(engine.pid, engine.process_started)
+        engine.pid = None
+        # Where it was: the weights may come through that machine's memory.
+        engine.handle = _make_actor(engine.recipe, node_id=engine.node_id)
+        return identify(engine)
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -151,9 +183,13 @@ class ClusterSession:
         import ray
 
         with ignore_interrupts():
+            if self._wait_watch is not None:
+                self._wait_watch.close()
             if ray.is_initialized():
-                self._stop_engines()
+                if self._ray_processes.are_alive:
+                    self._stop_engines()
                 ray.shutdown()
+            self._ray_processes.forget()
             self.engines.clear()
             kill_processes_of_run(self.run_id)
             self._keep_logs()
@@ -168,7 +204,9 @@ class ClusterSession:
         import ray
         from ray.exceptions import RayError
 
-        calls = [engine.submit("shutdown") for engine in self.engines]
+        # One that is being started anew answers only when that is done, and has nothing to put away.
+        running = [engine for engine in self.engines if engine.state is not EngineState.STARTING]
+        calls = [engine.submit("shutdown") for engine in running]
         ready, _ = (
             ray.wait([call.reference for call in calls], num_returns=len(calls), timeout=ENGINE_SHUTDOWN_DEADLINE_S)
             if calls
@@ -182,7 +220,8 @@ class ClusterSession:
                     logger.info(f"{call.engine.name} did not shut down by itself: {type(error).__name__}")
             else:
                 logger.warning(f"{call.engine.name} did not shut down within {ENGINE_SHUTDOWN_DEADLINE_S:.0f} s")
-            ray.kill(call.engine.handle)
+        for engine in self.engines:
+            ray.kill(engine.handle)
 
     def _keep_logs(self) -> None:
         if self._temporary_folder is None:
@@ -255,6 +294,30 @@ def terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def _make_actor(recipe: EngineRecipe | None, *, node_id: str | None) -> Any:
+    """A Ray actor by the recipe, on the node of that id; None leaves the node to Ray."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    assert recipe is not None, "an engine of a session has a recipe"
+    options: dict[str, Any] = {}
+    if node_id is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor_class = ray.remote(recipe.engine_class)
+    return actor_class.options(
+        num_cpus=recipe.cpus,
+        num_gpus=recipe.gpus,
+        max_restarts=0,
+        runtime_env={"env_vars": recipe.environment},
+        **options,
+    ).remote(*recipe.arguments)
+
+
+def identify(engine: RemoteEngine) -> PendingCall:
+    """Ask an engine which process it is; its answer is for `RemoteEngine.identified`."""
+    return PendingCall(engine, "process start", engine.handle.__ray_call__.remote(_identity), engine.incarnation)
+
+
 def identify_engines(engines: list[RemoteEngine], *, deadline_s: float) -> None:
     """Wait until each engine's process runs; learn its process id, host and address. Errors then show its log.
 
@@ -262,12 +325,11 @@ def identify_engines(engines: list[RemoteEngine], *, deadline_s: float) -> None:
     """
     import ray
 
-    calls = [PendingCall(engine, "process start", engine.handle.__ray_call__.remote(_identity)) for engine in engines]
-    identities = gather(calls, deadline_s=deadline_s)
+    identities = gather([identify(engine) for engine in engines], deadline_s=deadline_s)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()} if engines else {}
-    for engine, (pid, host, node_id) in zip(engines, identities, strict=True):
-        engine.pid, engine.node = pid, host
-        engine.address = engine.address or addresses[node_id]
+    for engine, identity in zip(engines, identities, strict=True):
+        engine.identified(identity)
+        engine.address = engine.address or addresses[engine.node_id]
 
 
 def await_engines(engines: list[RemoteEngine], *, deadline_s: float) -> list[dict[str, Any]]:
@@ -276,7 +338,9 @@ def await_engines(engines: list[RemoteEngine], *, deadline_s: float) -> list[dic
     return gather([engine.submit("start", *engine.start_arguments) for engine in engines], deadline_s=deadline_s)
 
 
-def _identity(_actor: object) -> tuple[int, str, str]:
+def _identity(_actor: object) -> ProcessIdentity:
+    import psutil
     import ray
 
-    return os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id()
+    started = psutil.Process().create_time()
+    return ProcessIdentity(os.getpid(), started, socket.gethostname(), ray.get_runtime_context().get_node_id())
