@@ -9,9 +9,11 @@ import os
 import random
 import socket
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,16 +22,23 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from slipstream.cluster.calls import PendingCall
-from slipstream.data.cursor import PromptCursor
-from slipstream.data.trajectory import Prompt, Sample, Trajectory
+from slipstream.cluster import calls as calls_module
+from slipstream.cluster import restarts as restarts_module
+from slipstream.cluster.calls import EngineState, PendingCall, ProcessIdentity
+from slipstream.cluster.restarts import EngineRestarts
+from slipstream.data.failure import FailureKind, RewardFailure
+from slipstream.data.mixture import Mixture, PromptCursor
+from slipstream.data.trajectory import BASELINE_INDEX, Prompt, Sample, Trajectory
+from slipstream.errors import EngineLostError
 from slipstream.observe.ledger import Ledger
+from slipstream.observe.occupancy import Occupancy
 from slipstream.rewards.child import RewardResult
-from slipstream.rollout import stream as stream_module
+from slipstream.rollout import group_stream as stream_module
 from slipstream.rollout.admission import Admission
 from slipstream.rollout.dynamic_sampling import DynamicSampling
-from slipstream.rollout.messages import GroupRequest, GroupResult, RolloutEngineSpec, SamplingParameters
-from slipstream.rollout.stream import Generators, GroupStream, RolloutStream
+from slipstream.rollout.group_stream import Generators, GroupStream
+from slipstream.rollout.messages import GroupRequest, ResponseResult, RolloutEngineSpec, SamplingParameters
+from slipstream.rollout.stream import RolloutStream
 from slipstream.weights.plan import ChannelAddress, WeightPlan, make_plan
 
 PAD, END, SECOND_END = 256, 257, 258
@@ -143,15 +152,27 @@ def engine(request: pytest.FixtureRequest, engines: Callable[[str, bool], Any]) 
 
 @pytest.fixture(scope="session")
 def collect(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Calls `generate` to its end; results by group id."""
+    """Calls `generate` to its end; the samples of each group in their order, by group id."""
 
     def call(engine: Any, requests: Any, sampling: Any) -> dict[str, Any]:
-        async def gather() -> dict[str, Any]:
-            return {result.group_id: result async for result in engine.generate(requests, sampling)}
+        async def gather() -> list[ResponseResult]:
+            return [result async for result in engine.generate(requests, sampling)]
 
-        return run(gather())
+        return by_group(run(gather()))
 
     return call
+
+
+def by_group(results: Sequence[ResponseResult]) -> dict[str, Any]:
+    """The samples of each group in their order, by group id. Fails if one is missing or came twice."""
+    groups: dict[str, dict[int, Sample]] = {}
+    for result in results:
+        assert result.sample_index not in groups.setdefault(result.group_id, {}), "it came twice"
+        groups[result.group_id][result.sample_index] = result.sample
+    return {
+        group_id: SimpleNamespace(samples=[samples[index] for index in range(len(samples))])
+        for group_id, samples in groups.items()
+    }
 
 
 def forward_log_probs(model: PreTrainedModel, tokens: Any, temperature: float = 1.0) -> np.ndarray:
@@ -208,35 +229,68 @@ def gloo_plan() -> Callable[[PreTrainedModel], WeightPlan]:
 
 
 class Reference:
-    """Stands for an object reference: holds its value already."""
+    """Stands for an object reference: holds its value, or the error that fetching it raises, already."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
+def fetch_stand_in(call: PendingCall, reference: Reference) -> Any:
+    if isinstance(reference.value, Exception):
+        raise reference.value
+    return reference.value
+
+
 class StreamReference:
-    """Stands for the reference of a call that yields; groups finish in random order."""
+    """Stands for the reference of a call that yields; responses end in random order."""
 
     def __init__(self, values: Sequence[Any], chance: random.Random) -> None:
         self.values = list(values)
         self.is_over = False
+        self.is_dead = False
         chance.shuffle(self.values)
+        # Taken from the end.
+        self.values.sort(key=lambda result: -len(result.sample.tokens))
 
     def __next__(self) -> Reference:
+        if self.is_dead:
+            return Reference(EngineLostError("it died during generate"))
         if not self.values:
             self.is_over = True
             raise StopIteration
         return Reference(self.values.pop())
 
 
-class RolloutStandIn:
+class EngineStandIn:
+    """What every engine has: a name, and a state that a restart changes."""
+
+    takes_weights = False
+    start_arguments = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = EngineState.READY
+        self.incarnation = 0
+        self.last_heard = 0.0
+        self.pid: int | None = 1
+
+    def identified(self, identity: ProcessIdentity) -> None:
+        self.pid = identity.pid
+
+    def log_tail(self) -> str:
+        return f"a line of {self.name}"
+
+
+class RolloutStandIn(EngineStandIn):
     """Answers every request at once. `calls` has the requests of each call and whether they were to be greedy."""
 
     def __init__(self, index: int, world: "World") -> None:
-        self.name = f"rollout engine {index}"
+        super().__init__(f"rollout engine {index}")
         self.world = world
         self.calls: list[tuple[str, list[GroupRequest]]] = []
         self.most_calls_at_a_time = 0
+        self.die_next = False
+        self.length_of: Callable[[str], int] = lambda group_id: 2
         self._streams: list[StreamReference] = []
 
     @property
@@ -248,49 +302,84 @@ class RolloutStandIn:
         assert sampling in (SAMPLING, replace(SAMPLING, temperature=0.0))
         kind = "sampled" if sampling == SAMPLING else "greedy"
         self.calls.append((kind, requests))
-        results = [GroupResult(request.group_id, self._samples(request, kind), seconds=0.1) for request in requests]
+        results = [
+            ResponseResult(request.group_id, index, self._sample(kind, self.length_of(request.group_id)))
+            for request in requests
+            for index in range(request.samples)
+        ]
         self._streams.append(StreamReference(results, self.world.chance))
+        if self.die_next:
+            self.die_next = False
+            self.die()
         self.most_calls_at_a_time = max(self.most_calls_at_a_time, sum(not s.is_over for s in self._streams))
-        return PendingCall(self, method, self._streams[-1])  # type: ignore[arg-type]
+        return PendingCall(self, method, self._streams[-1], self.incarnation)  # type: ignore[arg-type]
 
-    def log_tail(self) -> str:
-        return f"a line of {self.name}"
+    def submit(self, method: str) -> PendingCall:
+        assert method == "start"
+        return PendingCall(self, method, self.world.starts[self.name], self.incarnation)  # type: ignore[arg-type]
 
-    def _samples(self, request: GroupRequest, kind: str) -> list[Sample]:
-        versions = np.full(2, self.world.version, np.int64)
-        arrays = (np.array([40, 41 if kind == "sampled" else 42]), np.zeros(2, np.float32), versions)
-        return [Sample(*arrays, finish_reason="stop", seconds=0.1) for _ in range(request.samples)]
+    def die(self) -> None:
+        """All calls under way are lost."""
+        for stream in self._streams:
+            stream.is_dead = True
+
+    def _sample(self, kind: str, length: int) -> Sample:
+        versions = np.full(length, self.world.version, np.int64)
+        tokens = np.array([40] * (length - 1) + [41 if kind == "sampled" else 42])
+        arrays = (tokens, np.zeros(length, np.float32), versions)
+        return Sample(*arrays, finish_reason="stop", seconds=0.1)
 
 
-class RewardStandIn:
-    """Gives trajectories the reward of `reward_of`; the last one of a group that is `failing` fails."""
+class RewardStandIn(EngineStandIn):
+    """Gives trajectories the reward of `reward_of`; the last one of a group that is `failing` fails.
 
-    name = "reward engine"
+    The next `losses` calls are answered by its death.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, world: "World") -> None:
+        super().__init__("reward engine")
+        self.world = world
+        self.losses = 0
         self.failing: Callable[[str], bool] = lambda group_id: False
+        self.last_index = 1
         self.reward_of: Callable[[Trajectory], float] = lambda trajectory: 1.0
+        self.answer_of: Callable[[Trajectory], str | None] = lambda trajectory: None
 
-    def submit(self, method: str, trajectories: list[Trajectory]) -> PendingCall:
+    def submit(self, method: str, trajectories: Sequence[Trajectory] = ()) -> PendingCall:
+        if method == "start":
+            return PendingCall(self, method, self.world.starts[self.name], self.incarnation)  # type: ignore[arg-type]
         assert method == "score"
-        results = [RewardResult(self.reward_of(t), {"part": 1.0}, None, 0.01) for t in trajectories]
-        if self.failing(trajectories[0].group_id):
-            results[-1] = RewardResult(None, {}, "raised: ValueError: no", 0.01)
-        return PendingCall(self, method, Reference(results))  # type: ignore[arg-type]
-
-    def log_tail(self) -> str:
-        return ""
+        if self.losses:
+            self.losses -= 1
+            lost = Reference(EngineLostError("it died during score"))
+            return PendingCall(self, method, lost, self.incarnation)  # type: ignore[arg-type]
+        results = [
+            RewardResult(self.reward_of(t), {"part": 1.0}, seconds=0.01, answer=self.answer_of(t), reads_answers=True)
+            for t in trajectories
+        ]
+        last = trajectories[-1]
+        if self.failing(last.group_id) and last.sample_index == self.last_index:
+            results[-1] = RewardResult(
+                None, failure=RewardFailure(FailureKind.RAISED, "raised: ValueError: no"), seconds=0.01
+            )
+        return PendingCall(self, method, Reference(results), self.incarnation)  # type: ignore[arg-type]
 
 
 class World:
     """Engines, ledger and loop of a small run."""
 
-    def __init__(self, folder: Path, tokenizer: Any, *, engines: int, seed: int = 0) -> None:
+    def __init__(self, folder: Path, tokenizer: Any, *, engines: int, seed: int = 0, limit: int = 0) -> None:
+        """`limit`: how often each engine may be started anew."""
         self.chance = random.Random(seed)
         self.version = 0
+        self.opened: list[RolloutStream] = []
         self.engines = [RolloutStandIn(index, self) for index in range(engines)]
-        self.reward = RewardStandIn()
-        self.ledger = Ledger(folder / "ledger.jsonl")
+        self.reward = RewardStandIn(self)
+        # What the next starts come to, by engine, and which engines were started anew.
+        self.starts: dict[str, Reference] = defaultdict(lambda: Reference({}))
+        self.restarted: list[str] = []
+        self.ledger_path = folder / "ledger.jsonl"
+        self.ledger = Ledger(self.ledger_path)
         self.spans: list[tuple[str, str]] = []
         timeline: Any = type("Timeline", (), {"add": lambda _, lane, name, **times: self.spans.append((lane, name))})()
         self.generators = Generators(
@@ -298,6 +387,8 @@ class World:
             reward_engine=self.reward,  # type: ignore[arg-type]
             tokenizer=tokenizer,
             timeline=timeline,
+            occupancy=Occupancy(),
+            restarts=EngineRestarts(self, limit=limit, start_timeout_s=3.0, timeline=timeline),
             seed=7,
             call_timeout_s=3.0,
         )
@@ -313,6 +404,7 @@ class World:
         greedy_baseline: bool = False,
     ) -> RolloutStream:
         """A stream of ten prompts; with a `limit` it samples dynamically."""
+        self.reward.last_index = BASELINE_INDEX if greedy_baseline else samples - 1
         prompts = [
             Prompt(row=row, tokens=np.array([row + 1]), text=f"prompt {row}", label=None, fields={})
             for row in range(10)
@@ -324,18 +416,31 @@ class World:
             purpose="training",
             greedy_baseline=greedy_baseline,
         )
-        return RolloutStream(
+        rollouts = RolloutStream(
             stream,
-            PromptCursor(prompts, seed=0, shuffle=True),
+            PromptCursor(Mixture({"": prompts}, {"": 1.0}), seed=0, shuffle=True),
             publisher=self,  # type: ignore[arg-type]
             ledger=self.ledger,
             admission=Admission(groups_per_step, max_staleness),
             on_failure=on_failure,
             dynamic_sampling=None if limit is None else DynamicSampling(limit),
         )
+        self.opened.append(rollouts)
+        return rollouts
 
     def publish(self, version: int) -> None:
         self.version = version
+
+    def restart_engine(self, engine: Any) -> PendingCall:
+        self.restarted.append(engine.name)
+        engine.pid = None
+        return PendingCall(
+            engine, "process start", Reference(ProcessIdentity(2, 0.0, "here", "node")), engine.incarnation
+        )
+
+    def close(self) -> None:
+        for rollouts in self.opened:
+            rollouts.close()
 
 
 @pytest.fixture
@@ -349,15 +454,22 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> random.Random:
         return [chance.choice(references)], []
 
     monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(stream_module, "fetch", lambda call, reference: reference.value)
+    for module in (stream_module, calls_module, restarts_module):
+        monkeypatch.setattr(module, "fetch", fetch_stand_in)
     return chance
 
 
 @pytest.fixture
-def make_world(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., World]:
-    def make(*, engines: int = 2, seed: int = 0) -> World:
+def make_world(tmp_path: Path, tiny_tokenizer: Any, arrivals: random.Random) -> Iterator[Callable[..., World]]:
+    """Worlds whose streams are closed while what they wait by is still in place: the pump would wait by Ray itself."""
+    worlds: list[World] = []
+
+    def make(*, engines: int = 2, seed: int = 0, limit: int = 0) -> World:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        return World(folder, tiny_tokenizer, engines=engines, seed=seed)
+        worlds.append(World(folder, tiny_tokenizer, engines=engines, seed=seed, limit=limit))
+        return worlds[-1]
 
-    return make
+    yield make
+    for world in worlds:
+        world.close()

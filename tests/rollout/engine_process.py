@@ -39,7 +39,10 @@ async def serve(engine: object) -> None:
     while True:
         try:
             found = {
-                result.group_id: [(sample.tokens.tolist(), sample.log_probs.tolist()) for sample in result.samples]
+                f"{result.group_id}/{result.sample_index}": (
+                    result.sample.tokens.tolist(),
+                    result.sample.log_probs.tolist(),
+                )
                 async for result in engine.generate(requests, SamplingParameters(1.0, 12))  # type: ignore[attr-defined]
             }
             print(json.dumps({"facts": facts, "samples": found}), flush=True)

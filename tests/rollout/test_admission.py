@@ -1,9 +1,13 @@
 """Admission bounds staleness before any work is done."""
 
+from types import SimpleNamespace
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rollout.admission import Admission
+from slipstream.data.trajectory import Group
+from slipstream.rollout.admission import Admission, staleness_metrics
 
 
 def test_a_synchronous_run_issues_one_batch_per_version() -> None:
@@ -62,3 +66,28 @@ def test_the_bound_is_used_to_the_full() -> None:
 def test_a_run_never_starves(groups: int, bound: int, version: int) -> None:
     """With everything up to now trained, there is always a whole batch to issue."""
     assert Admission(groups, bound, issued=groups * version).open_places(version) >= groups
+
+
+def test_no_more_is_issued_than_the_steps_of_the_run_train_on() -> None:
+    admission = Admission(groups_per_step=4, max_staleness=3, steps=2)
+    assert admission.open_places(0) == 8
+    admission.issued, admission.dropped = 9, 2
+    assert admission.open_places(1) == 1, "what was dropped is still replaced"
+
+
+def test_staleness_is_counted_by_token() -> None:
+    def group(*versions: int) -> Group:
+        trajectory = SimpleNamespace(
+            versions=np.array([-1, *versions]), loss_mask=np.array([False] + [True] * len(versions))
+        )
+        return SimpleNamespace(trajectories=[trajectory])  # type: ignore[return-value]
+
+    metrics = staleness_metrics([group(3, 4, 5), group(5)], version=5, max_staleness=3)
+    assert metrics == {
+        "staleness/mean": 0.75,
+        "staleness/max": 2.0,
+        "staleness/share/0": 0.5,
+        "staleness/share/1": 0.25,
+        "staleness/share/2": 0.25,
+        "staleness/share/3": 0.0,
+    }

@@ -1,10 +1,12 @@
 """Token-in, token-out: what was sampled is what is trained on, whatever its text looks like."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from slipstream.data.trajectory import Prompt, PromptOccurrence, Sample, Trajectory
+from slipstream.data.turn import Turn
 from slipstream.rollout.episodes import single_turn_trajectory
 
 
@@ -38,6 +40,15 @@ def test_an_episode_is_the_prompt_and_then_the_response(tiny_tokenizer: Any) -> 
     assert trajectory.trajectory_id == "0-3/1"
     assert (trajectory.label, trajectory.fields) == ("7", {"prompt": "p", "level": 2})
     assert trajectory.reward is None
+
+
+def test_the_turns_are_the_messages_of_the_row_or_its_one_text_and_then_the_response(tiny_tokenizer: Any) -> None:
+    seven = sample(tiny_tokenizer.encode("7"))
+    of_text = occurrence([11])
+    of_messages = replace(of_text, prompt=replace(of_text.prompt, messages=(Turn("system", "s"), Turn("user", "u"))))
+    for given, turns in ((of_text, [("prompt", "the prompt")]), (of_messages, [("system", "s"), ("user", "u")])):
+        trajectory = single_turn_trajectory(given, seven, sample_index=0, tokenizer=tiny_tokenizer)
+        assert [(turn.role, turn.text) for turn in trajectory.turns] == [*turns, ("assistant", "7")]
 
 
 def test_the_arrays_have_the_types_that_travel(tiny_tokenizer: Any) -> None:

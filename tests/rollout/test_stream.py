@@ -1,5 +1,6 @@
 """The stream of scored groups: order, replacement, limits, staleness, greedy baselines. Engines are stand-ins."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def test_rewards_and_their_parts_arrive_with_their_trajectories(make_world: Worl
         assert [trajectory.reward for trajectory in group.trajectories] == [1.0] * SAMPLES
         assert all(trajectory.reward_parts == {"part": 1.0} for trajectory in group.trajectories)
         assert {trajectory.group_id for trajectory in group.trajectories} == {group.group_id}
-    assert world.spans.count(("reward engine", "score")) == 4
+    assert world.spans.count(("reward engine", "score")) == 4 * SAMPLES
     assert {lane for lane, name in world.spans if name == "generate"} == {"rollout engine 0", "rollout engine 1"}
 
 
@@ -92,6 +93,33 @@ def test_a_failed_group_is_replaced_and_its_reason_is_in_the_ledger(
     for group_id in ("0-0", "0-1", "0-3", "0-4"):
         world.ledger.trained(group_id, 1)
     rollouts.check_ledger()
+
+
+def test_failed_responses_are_counted_by_kind_and_the_kind_is_in_the_ledger(
+    make_world: Worlds, arrivals: random.Random
+) -> None:
+    world = make_world()
+    world.reward.failing = lambda group_id: group_id in ("0-1", "0-2")
+    rollouts = world.rollouts()
+    rollouts.take(4)
+    assert rollouts.last_failures == {"raised": 2}
+    lines = [json.loads(line) for line in world.ledger_path.read_text().splitlines()]
+    failed = sorted((line for line in lines if line["event"] == "failed"), key=lambda line: line["group"])
+    assert failed == [
+        {"event": "failed", "group": group_id, "kind": "raised", "why": "raised: ValueError: no"}
+        for group_id in ("0-1", "0-2")
+    ]
+    rollouts.publish()
+    rollouts.take(4)
+    assert rollouts.last_failures == {}, "counted anew in each step"
+
+
+def test_what_was_read_from_a_response_stays_with_it(make_world: Worlds, arrivals: random.Random) -> None:
+    world = make_world()
+    world.reward.answer_of = lambda trajectory: str(trajectory.sample_index) if trajectory.sample_index else None
+    groups = world.rollouts().take(4)
+    assert [[trajectory.answer for trajectory in group.trajectories] for group in groups] == [[None, "1"]] * 4
+    assert all(group.reads_answers for group in groups)
 
 
 def test_a_group_in_which_one_answer_could_not_be_scored_is_not_trained_on(
@@ -134,8 +162,9 @@ def test_silence_past_the_deadline_names_whom_was_waited_for(
 
     monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: ([], references))
     expected = (
-        r"within 3 s from rollout engine 0: generate \(0-0, 0-2, 0-4, 0-6, 0-8 and 2 more\), rollout engine 1: "
-        r"generate \(.*raise cluster.call_timeout_s\nlast log lines of rollout engine 0:\na line of rollout engine 0"
+        r"within 3 s from rollout engine 0: generate \(0-0, 0-2, 0-4, 0-6, 0-8 and 2 more\); .*raise "
+        r"cluster.call_timeout_s\nwho waits for whom: the run's loop for rollout engine 0: .*, rollout engine 1: "
+        r"generate \(0-1, .*\nlast log lines of rollout engine 0:\na line of rollout engine 0"
     )
     with pytest.raises(EngineError, match=expected):
         make_world().rollouts(groups_per_step=14).take(14)
@@ -218,3 +247,24 @@ def test_a_group_whose_baseline_could_not_be_scored_has_failed(make_world: World
     world.reward.failing = lambda group_id: group_id == "0-1"
     with pytest.raises(RewardError, match="0-1/baseline: raised: ValueError: no"):
         world.rollouts(greedy_baseline=True, on_failure="stop").take(4)
+
+
+def test_looking_for_arrivals_costs_as_much_for_each_response_however_many_engines_there_are(
+    make_world: Worlds, arrivals: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look costs what it looks at. All that has arrived is taken from one, so its cost is shared by as many."""
+    import ray
+
+    def looked_at(engines: int) -> float:
+        lengths: list[int] = []
+
+        def wait(references: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+            lengths.append(len(references))
+            return references[:num_returns], []
+
+        monkeypatch.setattr(ray, "wait", wait)
+        rollouts = make_world(engines=engines).rollouts(groups_per_step=engines)
+        responses = [t for group in rollouts.take(engines) for t in group.trajectories]
+        return sum(lengths) / len(responses)
+
+    assert looked_at(64) == looked_at(4)

@@ -26,7 +26,7 @@ def gloo_plan(*, receivers: int, timeout_s: float = 20.0) -> WeightPlan:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    channel = ChannelAddress("gloo", "test", receivers=receivers, port=port, timeout_s=timeout_s)
+    channel = ChannelAddress("gloo", "test", receivers=tuple(range(receivers)), port=port, timeout_s=timeout_s)
     named = ((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in TENSORS.items())
     return make_plan(named, 2600, channel=channel)
 
@@ -75,7 +75,7 @@ def test_the_default_process_group_is_left_alone() -> None:
 
 
 def test_a_receiver_that_never_comes_is_named_after_the_time_out() -> None:
-    with pytest.raises(WeightSyncError, match="the learner waited up to 1 s for all of 1 rollout engines"):
+    with pytest.raises(WeightSyncError, match="the learner waited up to 1 s for rollout engine 0 "):
         open_sender(gloo_plan(receivers=1, timeout_s=1))
 
 
@@ -99,7 +99,7 @@ def test_a_tensor_of_another_shape_than_planned_is_refused() -> None:
 
 
 def test_a_receiver_beyond_the_plan_is_refused() -> None:
-    with pytest.raises(WeightSyncError, match="planned for 1 receivers"):
+    with pytest.raises(WeightSyncError, match=r"rollout engine 1 is no receiver .* planned for rollout engine 0"):
         open_receiver(gloo_plan(receivers=1), 1)
 
 

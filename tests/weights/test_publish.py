@@ -12,7 +12,10 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from slipstream.errors import WeightSyncError
+from slipstream.cluster import restarts as restarts_module
+from slipstream.cluster.calls import EngineState
+from slipstream.cluster.restarts import EngineRestarts
+from slipstream.errors import EngineLostError, WeightSyncError
 from slipstream.rollout.messages import RolloutEngineSpec
 from slipstream.rollout.transformers_engine import TransformersEngine
 from slipstream.weights import publisher as publisher_module
@@ -24,21 +27,55 @@ from slipstream.weights.shared_memory import SharedMemorySender, segment_path
 class LocalCall:
     """A call that is made when its result is asked for: a `PendingCall` without Ray."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.result = function
+    def __init__(self, function: Callable[[], Any], engine: Any = None) -> None:
+        self.result = self.reference = function
+        self.engine = engine
+        self.incarnation = getattr(engine, "incarnation", 0)
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self.incarnation != self.engine.incarnation)
 
 
 class LocalEngine:
     """A real rollout engine with the face of a remote one. `faults` replace methods by name."""
 
+    takes_weights = True
+    start_arguments = ()
+
     def __init__(self, name: str, engine: TransformersEngine, runner: asyncio.Runner) -> None:
         self.name, self.engine, self.runner = name, engine, runner
         self.faults: dict[str, Callable[..., Any]] = {}
+        self.state, self.incarnation, self.last_heard = EngineState.LOADED, 0, 0.0
+        self.pid: int | None = 1
 
     def submit(self, method: str, *arguments: Any) -> LocalCall:
         if method in self.faults:
-            return LocalCall(lambda: self.faults[method](*arguments))
-        return LocalCall(lambda: self.runner.run(getattr(self.engine, method)(*arguments)))
+            return LocalCall(lambda: self.faults[method](*arguments), self)
+        return LocalCall(lambda: self.runner.run(getattr(self.engine, method)(*arguments)), self)
+
+
+class LocalRestarter:
+    """Puts a new engine with the saved weights in the place of one that was lost."""
+
+    def __init__(self) -> None:
+        self.restarted: list[str] = []
+
+    def restart_engine(self, engine: LocalEngine) -> LocalCall:
+        self.restarted.append(engine.name)
+        engine.engine = TransformersEngine(engine.engine._spec)
+        engine.faults = {}
+        return LocalCall(lambda: None, engine)
+
+
+def local_outcomes(calls: Any, deadline_s: float) -> list[Any]:
+    def outcome(call: LocalCall) -> Any:
+        try:
+            return call.result()
+        except EngineLostError as loss:
+            return loss
+
+    return [outcome(call) for call in calls]
 
 
 class LocalLearner:
@@ -49,6 +86,9 @@ class LocalLearner:
         self.sender = SharedMemorySender(plan)
         self.damage: Callable[[int], None] = lambda index: None
         self.ranks = [self]
+
+    def weight_plan(self, bucket_bytes: int, channel: ChannelAddress) -> WeightPlan:
+        return self.plan
 
     def submit_fill_bucket(self, index: int) -> list[LocalCall]:
         def fill() -> dict[str, int]:
@@ -95,10 +135,15 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.2)
-    channel = ChannelAddress("shared_memory", f"test-{uuid.uuid4().hex[:8]}", receivers=2)
+    channel = ChannelAddress("shared_memory", f"test-{uuid.uuid4().hex[:8]}", receivers=(0, 1))
     plan = make_plan(((n, "float32", tuple(p.shape)) for n, p in model.named_parameters()), 8_000, channel=channel)
     learner = LocalLearner(model, plan)
     monkeypatch.setattr(publisher_module, "gather", lambda calls, deadline_s: [call.result() for call in calls])
+    monkeypatch.setattr(publisher_module, "outcomes", local_outcomes)
+    monkeypatch.setattr(restarts_module, "wait_for_some", lambda references, timeout_s: references)
+    monkeypatch.setattr(restarts_module, "fetch", lambda call, reference: call.result())
+    timeline: Any = type("Timeline", (), {"add": lambda *_, **times: None})()
+    restarts = EngineRestarts(LocalRestarter(), limit=1, start_timeout_s=60.0, timeline=timeline)  # type: ignore[arg-type]
     with asyncio.Runner() as runner:
         engines = []
         for index in range(2):
@@ -108,7 +153,9 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any
         publisher = WeightPublisher(
             learner,  # type: ignore[arg-type]
             engines,  # type: ignore[arg-type]
-            plan,
+            open_channel=lambda receivers: channel,
+            restarts=restarts,
+            bucket_bytes=8_000,
             verify=True,
             dtype="float32",
             vocabulary_size=64,
@@ -133,6 +180,47 @@ def test_a_publish_brings_every_engine_to_the_trainers_weights(parts: Any) -> No
     for engine in engines:
         np.testing.assert_allclose(probe(engine, publisher.probe_tokens), expected, atol=1e-4)
         assert engine.submit("statistics").result().policy_version == 3
+
+
+@pytest.mark.parametrize("method", ["begin_update", "load_bucket", "finish_update", "probe"])
+def test_an_engine_that_is_lost_during_a_publish_costs_the_others_nothing_and_gets_its_weights_later(
+    parts: Any, method: str
+) -> None:
+    publisher, learner, engines = parts
+    publisher.publish(3)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.mul_(1.1)
+
+    def die(*_: Any) -> None:
+        raise EngineLostError(f"rollout engine 0 died during {method}")
+
+    engines[0].faults[method] = die
+    publisher.publish(4)
+    assert [engine.state for engine in engines] == [EngineState.STARTING, EngineState.READY]
+    assert engines[1].submit("statistics").result().policy_version == 4
+    assert not publisher.bring(), "it is not there yet"
+    publisher.restarts.advance()
+    assert engines[0].state is EngineState.LOADED
+    assert publisher.bring()
+    assert [engine.state for engine in engines] == [EngineState.READY] * 2
+    expected = learner.submit("probe", publisher.probe_tokens).result()
+    for engine in engines:
+        np.testing.assert_allclose(probe(engine, publisher.probe_tokens), expected, atol=1e-4)
+        assert engine.submit("statistics").result().policy_version == 4
+
+
+def test_a_publish_that_loses_its_only_engine_waits_for_the_next_one(parts: Any) -> None:
+    publisher, _, engines = parts
+    del engines[1]
+
+    def die(*_: Any) -> None:
+        raise EngineLostError("rollout engine 0 died")
+
+    engines[0].faults["load_bucket"] = die
+    publisher.publish(2)
+    assert engines[0].state is EngineState.READY
+    assert engines[0].submit("statistics").result().policy_version == 2
 
 
 def test_a_byte_that_changes_on_the_way_names_engine_and_tensor(parts: Any) -> None:

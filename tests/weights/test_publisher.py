@@ -1,10 +1,12 @@
 """The publisher's comparisons: what it takes for an engine to hold, and compute with, the trainer's weights."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from slipstream.cluster.calls import EngineState
 from slipstream.errors import WeightSyncError
 from slipstream.weights import publisher as publisher_module
 from slipstream.weights.publisher import WeightPublisher, compare_checksums, probe_sequence
@@ -38,6 +40,9 @@ def test_the_probe_is_fixed_and_within_the_vocabulary() -> None:
 class Answering:
     """Stands for a `RemoteEngine`: answers at once what it was told to, and notes what it was asked."""
 
+    state = EngineState.READY
+    incarnation = 0
+
     def __init__(self, name: str, journal: list[str], **answers: Any) -> None:
         self.name = name
         self.journal = journal
@@ -64,15 +69,18 @@ def make_publisher(
     dtype: str = "float32", verify: bool = True,
 ) -> tuple[WeightPublisher, list[str]]:  # fmt: skip
     journal: list[str] = []
-    monkeypatch.setattr(publisher_module, "gather", lambda calls, deadline_s: list(calls))
+    for wait in ("gather", "outcomes"):
+        monkeypatch.setattr(publisher_module, wait, lambda calls, deadline_s: list(calls))
     sent = {"weight": 1}
     rank = Answering("rank", journal, fill_bucket=sent, probe=PROBE)
-    learner: Any = type("Learner", (), {"ranks": [rank]})()
+    plan = Plan(both_sides=both_sides)
+    learner: Any = SimpleNamespace(ranks=[rank], weight_plan=lambda bucket_bytes, channel: plan)
     learner.submit_fill_bucket = lambda index: [rank.submit("fill_bucket", index)]
     engine: Any = Answering("engine", journal, load_bucket=sent if checksums is None else checksums, probe=probe)
+    restarts: Any = SimpleNamespace(starting=lambda: "", holds_weights=lambda engine, incarnation: None)
     publisher = WeightPublisher(
-        learner, [engine], Plan(both_sides=both_sides), verify=verify, dtype=dtype,  # type: ignore[arg-type]
-        vocabulary_size=320, call_timeout_s=1.0,
+        learner, [engine], open_channel=lambda receivers: plan.channel, restarts=restarts, bucket_bytes=100,
+        verify=verify, dtype=dtype, vocabulary_size=320, call_timeout_s=1.0,
     )  # fmt: skip
     return publisher, journal
 

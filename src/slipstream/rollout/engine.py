@@ -17,7 +17,7 @@ from slipstream.errors import EngineError, WeightSyncError
 from slipstream.rollout.messages import (
     EngineStatistics,
     GroupRequest,
-    GroupResult,
+    ResponseResult,
     RolloutEngineSpec,
     SamplingParameters,
 )
@@ -39,12 +39,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: SamplingParameters) -> AsyncIterator[GroupResult]:
-        """Answer all requests; yields each group when its last response has ended. Called by the rollout loop.
+    def generate(self, requests: Sequence[GroupRequest], sampling: SamplingParameters) -> AsyncIterator[ResponseResult]:
+        """Answer all requests; yields each response when it has ended. Called by the rollout loop.
 
         All requests of one call are admitted before the first token is decoded and the engine starts from an empty
         prefix cache, so on one kind of machine tokens and log-probs are, bit for bit, a function of requests, sampling
-        parameters and weights: the order in which groups are yielded is not part of that promise. A second call while
+        parameters and weights: the order in which they are yielded is not part of that promise. A second call while
         one is under way is allowed and shares the engine with it; its composition of batches then depends on time.
 
         Token ids are those the engine sampled, never text that was tokenized again. A response ends with "stop" at any
@@ -56,10 +56,13 @@ class RolloutEngine(Protocol):
         ...
 
     async def begin_update(self) -> None:
-        """Stop generating, keep what is under way, drop the prefix cache. Called by the publish, on every engine.
+        """Stop generating between two tokens and keep what is under way. Called by the publish, on every engine.
 
-        Calls of `generate` and `probe` from here on wait for `finish_update`. After an update that failed they raise
-        WeightSyncError until another one, begun anew, has succeeded.
+        What is under way goes on under the new weights; `versions` says of each token which version chose it. Its keys
+        and values are those of the old weights up to here, unless the engine was started to compute them anew
+        (`recompute_cache_on_update`); no other sequence ever uses them. Calls of `generate` and `probe` from here on
+        wait for `finish_update`. After an update that failed they raise WeightSyncError until another one, begun anew,
+        has succeeded; what was under way raises it too.
         """
         ...
 

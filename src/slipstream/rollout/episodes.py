@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.data.trajectory import PromptOccurrence, Sample, Trajectory
+from slipstream.data.turn import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,8 @@ def single_turn_trajectory(
     """The episode "prompt, response" of one sample. Its arrays have the length of both together."""
     prompt = occurrence.prompt
     prompt_length, response_length = len(prompt.tokens), len(sample.tokens)
+    # Special tokens are left out: a reward function sees what a user would read.
+    response = str(tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True))
     return Trajectory(
         group_id=occurrence.group_id,
         sample_index=sample_index,
@@ -31,9 +34,9 @@ def single_turn_trajectory(
         versions=np.concatenate([np.full(prompt_length, -1, np.int64), sample.versions]),
         finish_reason=sample.finish_reason,
         prompt_text=prompt.text,
-        # Special tokens are left out: a reward function sees what a user would read.
-        response_text=str(tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)),
+        response_text=response,
         label=prompt.label,
         fields=prompt.fields,
         seconds=sample.seconds,
+        turns=(*(prompt.messages or (Turn("prompt", prompt.text),)), Turn("assistant", response)),
     )

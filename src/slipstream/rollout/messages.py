@@ -28,12 +28,12 @@ class GroupRequest:
 
 
 @dataclass(frozen=True)
-class GroupResult:
-    """All responses to one request, in the order of their seeds."""
+class ResponseResult:
+    """One response to a request, drawn with seed `seed + sample_index`. `sample.seconds` counts from the call."""
 
     group_id: str
-    samples: list[Sample]
-    seconds: float
+    sample_index: int
+    sample: Sample
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,13 @@ class RolloutEngineSpec:
     threads: int
     seed: int
     engine_index: int
+    recompute_cache_on_update: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """Counters since start, for metrics and the timeline."""
+    """Counters since start. `busy_seconds` are summed over calls, also over those at the same time."""
 
     policy_version: int
     generated_tokens: int

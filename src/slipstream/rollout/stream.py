@@ -1,226 +1,45 @@
-"""The stream of scored groups: issues prompts to the rollout engines, has responses scored, hands out groups.
+"""The stream of scored groups as the loop sees it: `take` groups to train on, `publish` weights.
 
-Stands between the data and the loop. Admission control decides how many prompts are in flight; what comes back is
-scored as soon as it arrives; a group whose reward failed, or that dynamic sampling leaves out, is dropped with its
-reason in the ledger and replaced by a fresh prompt. The loop only ever calls `take` and `publish`.
+Stands between the data and the loop. Admission control decides how many prompts are in flight (`group_stream.py`); a
+group whose reward failed, or that dynamic sampling leaves out, is dropped with its reason in the ledger and replaced by
+a fresh prompt.
+
+In an asynchronous run a thread, the pump, takes whatever arrives, issues prompts and has lost engines started anew, so
+that all this goes on while the loop trains. In a synchronous run there is none: `take` does the same itself, and
+nothing else is done.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slipstream.algorithms.filters import has_signal
-from slipstream.cluster.calls import PendingCall, RemoteEngine, fetch, log_text
-from slipstream.data.trajectory import BASELINE_INDEX, Group, PromptOccurrence, Sample, Trajectory
-from slipstream.errors import EngineError, RewardError
+from slipstream.cluster.waits import waiting
+from slipstream.data.trajectory import Group
+from slipstream.errors import RewardError
 from slipstream.rollout.admission import Admission
 from slipstream.rollout.dynamic_sampling import DynamicSampling, TakeCounts, exhausted, no_signal
-from slipstream.rollout.episodes import single_turn_trajectory
-from slipstream.rollout.messages import GroupRequest, GroupResult, SamplingParameters
-from slipstream.rollout.seeds import group_seed
+from slipstream.rollout.group_stream import NAMED_GROUPS, GroupStream
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from slipstream.data.cursor import PromptCursor
+    from slipstream.data.failure import FailureKind
+    from slipstream.data.mixture import PromptCursor
+    from slipstream.data.trajectory import PromptOccurrence
     from slipstream.observe.ledger import Ledger
-    from slipstream.observe.timeline import Timeline
-    from slipstream.rewards.pool import RewardResult
     from slipstream.weights.publisher import PublishReport, WeightPublisher
 
-
-NAMED_GROUPS = 5
-
-
-@dataclass(frozen=True)
-class Generators:
-    """What turns prompts into scored groups: the rollout engines, the reward engine and the tokenizer."""
-
-    engines: list[RemoteEngine]
-    reward_engine: RemoteEngine
-    tokenizer: PreTrainedTokenizerBase
-    timeline: Timeline
-    seed: int
-    call_timeout_s: float
-
-
-@dataclass(frozen=True)
-class _Generation:
-    """A call of `generate` in flight. `waiting` has the ids of the groups that it has not answered yet.
-
-    `samples` is None, or, if the call asks for greedy baselines, what to ask of the same engine once it has ended.
-    """
-
-    call: PendingCall
-    waiting: set[str]
-    samples: list[GroupRequest] | None
-
-
-class GroupStream:
-    """Prompts in flight through generation and scoring. Yields groups in the order in which they complete.
-
-    With `greedy_baseline` every group gets one more answer, sampled greedily and scored with the others. An engine
-    gives the baselines first and the samples in a call after that: two calls at a time would share its batches in a
-    way that depends on time, and its answers would not repeat bit for bit.
-    """
-
-    def __init__(
-        self,
-        generators: Generators,
-        sampling: SamplingParameters,
-        *,
-        samples_per_prompt: int,
-        purpose: str,
-        greedy_baseline: bool = False,
-    ) -> None:
-        """`purpose` ("training", "evaluation") keeps the seeds of two streams of the same prompts apart."""
-        self.purpose = purpose
-        self.generators = generators
-        self.sampling = sampling
-        self.samples_per_prompt = samples_per_prompt
-        self.greedy_baseline = greedy_baseline
-        self._occurrences: dict[str, PromptOccurrence] = {}
-        self._baselines: dict[str, Sample] = {}
-        self._generating: dict[Any, _Generation] = {}
-        self._scoring: dict[Any, tuple[PendingCall, Group]] = {}
-        self.next_engine = 0
-
-    def submit(self, occurrences: Sequence[PromptOccurrence]) -> None:
-        """Send prompts to the engines, each group to one engine, in turn."""
-        engines = self.generators.engines
-        shares: list[list[GroupRequest]] = [[] for _ in engines]
-        for occurrence in occurrences:
-            self._occurrences[occurrence.group_id] = occurrence
-            shares[self.next_engine].append(
-                GroupRequest(
-                    group_id=occurrence.group_id,
-                    prompt_tokens=occurrence.prompt.tokens,
-                    samples=self.samples_per_prompt,
-                    seed=group_seed(self.generators.seed, occurrence.group_id, purpose=self.purpose),
-                )
-            )
-            self.next_engine = (self.next_engine + 1) % len(engines)
-        for engine, requests in zip(engines, shares, strict=True):
-            if requests and self.greedy_baseline:
-                self._generate_baselines(engine, requests)
-            elif requests:
-                self._generate(engine, requests, self.sampling)
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is in flight."""
-        return not self._generating and not self._scoring
-
-    def next_group(self) -> Group | None:
-        """Wait for the next event; return the group that it completed, if it did.
-
-        Raises EngineError if nothing happens before the deadline or an engine failed.
-        """
-        import ray
-
-        references = [*self._scoring, *self._generating]
-        ready, _ = ray.wait(references, num_returns=1, timeout=self.generators.call_timeout_s)
-        if not ready:
-            raise self._silence()
-        if ready[0] in self._scoring:
-            call, group = self._scoring.pop(ready[0])
-            return self._with_rewards(group, fetch(call, ready[0]), call)
-        self._receive(self._generating[ready[0]])
-        return None
-
-    def _generate_baselines(self, engine: RemoteEngine, requests: list[GroupRequest]) -> None:
-        greedy = [replace(request, samples=1) for request in requests]
-        self._generate(engine, greedy, replace(self.sampling, temperature=0.0), samples=requests)
-
-    def _generate(
-        self,
-        engine: RemoteEngine,
-        requests: list[GroupRequest],
-        sampling: SamplingParameters,
-        *,
-        samples: list[GroupRequest] | None = None,
-    ) -> None:
-        call = engine.stream("generate", requests, sampling)
-        waiting = {request.group_id for request in requests}
-        self._generating[call.reference] = _Generation(call, waiting, samples)
-
-    def _receive(self, generation: _Generation) -> None:
-        """Take the next answer of an engine: keep a baseline for its group, send a group on to scoring."""
-        call = generation.call
-        try:
-            reference = next(call.reference)
-        except StopIteration:
-            del self._generating[call.reference]
-            if generation.samples is not None:
-                self._generate(call.engine, generation.samples, self.sampling)
-            return
-        result: GroupResult = fetch(call, reference)
-        generation.waiting.remove(result.group_id)
-        end = time.time()
-        self.generators.timeline.add(call.engine.name, "generate", start=end - result.seconds, end=end)
-        if generation.samples is not None:
-            [self._baselines[result.group_id]] = result.samples
-            return
-        group = self._assemble(result)
-        scoring = self.generators.reward_engine.submit("score", _to_score(group))
-        self._scoring[scoring.reference] = (scoring, group)
-
-    def _assemble(self, result: GroupResult) -> Group:
-        occurrence = self._occurrences.pop(result.group_id)
-
-        def trajectory(sample: Sample, index: int) -> Trajectory:
-            tokenizer = self.generators.tokenizer
-            return single_turn_trajectory(occurrence, sample, sample_index=index, tokenizer=tokenizer)
-
-        group = Group(
-            group_id=result.group_id,
-            prompt=occurrence.prompt,
-            trajectories=[trajectory(sample, index) for index, sample in enumerate(result.samples)],
-        )
-        if self.greedy_baseline:
-            group.baseline = trajectory(self._baselines.pop(result.group_id), BASELINE_INDEX)
-        return group
-
-    def _with_rewards(self, group: Group, results: list[RewardResult], call: PendingCall) -> Group:
-        end = time.time()
-        busy = sum(result.seconds for result in results)
-        self.generators.timeline.add(call.engine.name, "score", start=end - busy, end=end)
-        for trajectory, result in zip(_to_score(group), results, strict=True):
-            trajectory.reward, trajectory.reward_parts = result.reward, result.parts
-            if result.failure is not None:
-                group.failures.append(f"{trajectory.trajectory_id}: {result.failure}")
-        return group
-
-    def _silence(self) -> EngineError:
-        """The error for a deadline that passed: whom was waited for, for which groups, and their last log lines."""
-        calls = [(generation.call, generation.waiting) for generation in self._generating.values()]
-        calls += [(call, {group.group_id}) for call, group in self._scoring.values()]
-        groups: dict[str, set[str]] = {}
-        for call, group_ids in calls:
-            groups.setdefault(call.description, set()).update(group_ids)
-        waiting = ", ".join(f"{description}{_some(group_ids)}" for description, group_ids in groups.items())
-        return EngineError(
-            f"nothing arrived within {self.generators.call_timeout_s:.0f} s from {waiting}; if so long a silence is to "
-            f"be expected, raise cluster.call_timeout_s{log_text(call for call, _ in calls)}"
-        )
-
-
-def _to_score(group: Group) -> list[Trajectory]:
-    """Everything of a group that gets a reward, in a fixed order."""
-    return group.trajectories + ([] if group.baseline is None else [group.baseline])
-
-
-def _some(group_ids: set[str]) -> str:
-    """The ids in brackets, for an error message; the first few of many."""
-    if not group_ids:
-        return ""
-    more = len(group_ids) - NAMED_GROUPS
-    return f" ({', '.join(sorted(group_ids)[:NAMED_GROUPS])}" + (f" and {more} more)" if more > 0 else ")")
+# How soon the pump sees what was issued while it waits for something else, and that the run is over.
+PUMP_LOOKS_S = 0.05
+# The pump never waits longer than that for anything, so this is plenty.
+PUMP_END_S = 10.0
+CHANGED_DATA = "the data is not what it was when the prompt was issued"
 
 
 class RolloutStream:
@@ -228,7 +47,9 @@ class RolloutStream:
 
     In a synchronous run (`max_staleness` 0) replacements are issued in rounds: only when everything issued before has
     been answered and scored. What an engine is asked for in one call, and so every bit of its answers, then follows
-    from the rewards and not from the moment at which each of them arrived.
+    from the rewards and not from the moment at which each of them arrived. In an asynchronous one they are issued at
+    once; the groups are still trained in the order in which they were issued, whichever was answered first, so that
+    short answers are not trained on before, or instead of, long ones.
     """
 
     def __init__(
@@ -252,78 +73,238 @@ class RolloutStream:
         self.dynamic_sampling = dynamic_sampling
         self.version = 0
         self.last_take = TakeCounts()
-        # Groups that were issued and neither taken nor dropped, in the order in which they were issued.
-        self._open: list[str] = []
+        self.last_failures: Counter[FailureKind] = Counter()
+        self.last_queues: dict[str, float] = {}
+        # Groups that were issued and neither taken nor dropped, in the order in which they were issued: a dictionary,
+        # of which one in thousands is dropped without a search.
+        self._open: dict[str, None] = {}
         self._ready: dict[str, Group] = {}
+        # Groups that were in flight when the state was taken that this run was restored from.
+        self._interrupted: list[PromptOccurrence] = []
+        self._begin_counting()
+        # Guards all of the above and the stream; told whenever some of it has changed.
+        self._changed = threading.Condition()
+        self._pump: threading.Thread | None = None
+        self._pump_failure: BaseException | None = None
+        self._is_closing = False
 
-    def take(self, count: int) -> list[Group]:
+    def take(self, count: int, *, meanwhile: Callable[[list[Group]], None] | None = None) -> list[Group]:
         """The next `count` scored groups, in the order in which they were issued. `last_take` says what it cost.
 
+        In an asynchronous run `meanwhile` is given those of them that have come while others are waited for, each once.
+
+        `last_take` counts what was issued and dropped since the take before, `last_failures` the responses whose
+        reward failed, by kind; their groups were dropped. `last_queues` has the number of groups that are left in
+        each stage, and the mean length of the responses that have been scored meanwhile, whenever they are trained on.
         A group that finished early waits for those issued before it: admission bounds staleness on that promise.
         Raises RewardError if the reward failed and the policy is to stop, or if more groups fail than a step has;
         TrainingError if dynamic sampling has issued all it may and the groups with signal are still too few;
-        EngineError if an engine fails or does not answer in time.
+        EngineError if an engine fails, or is lost more often than it may be.
         """
-        self.last_take = TakeCounts()
-        while not self._has_batch(count):
-            self._issue()
-            if self.dynamic_sampling is not None and self.stream.is_empty:
-                # Whatever is open is ready, and no more may be issued.
-                limit = self.dynamic_sampling.limit
-                raise exhausted(self.last_take, with_signal=len(self._open), needed=count, limit=limit)
-            group = self.stream.next_group()
-            if group is not None:
-                self._sort_in(group)
-        chosen, self._open = self._open[:count], self._open[count:]
-        return [self._ready.pop(group_id) for group_id in chosen]
+        shown: set[str] = set()
+        with self._changed:
+            if self._is_synchronous:
+                self._begin_counting()
+        while True:
+            with self._changed:
+                if self._has_batch(count):
+                    return self._hand_out(count)
+                early = self._early(count, shown) if meanwhile is not None else []
+                if not early:
+                    self._issue()
+                    if self.dynamic_sampling is not None and self.stream.is_empty:
+                        # Whatever is open is ready, and no more may be issued.
+                        limit = self.dynamic_sampling.limit
+                        raise exhausted(self._counts, with_signal=len(self._open), needed=count, limit=limit)
+                    self._advance(count)
+            # The pump goes on meanwhile. The learner has nothing to do while its next groups are not there.
+            self.stream.generators.restarts.bring_weights()
+            if meanwhile is not None and early:
+                shown.update(group.group_id for group in early)
+                meanwhile(early)
+
+    def _hand_out(self, count: int) -> list[Group]:
+        chosen = list(islice(self._open, count))
+        for group_id in chosen:
+            del self._open[group_id]
+        groups = [self._ready.pop(group_id) for group_id in chosen]
+        self._end_counting()
+        return groups
 
     def publish(self) -> PublishReport:
-        """Give the learner's weights to the engines as the next policy version.
+        """Give the learner's weights to the engines as the next policy version; prompts it has room for are issued.
 
         Raises WeightSyncError if an engine does not hold them afterwards.
         """
         report = self.publisher.publish(self.version + 1)
-        self.version += 1
+        with self._changed:
+            self.version += 1
+            if self._pump is not None:
+                self._raise_failure()
+                self._issue()
         return report
+
+    def unchanging(self) -> AbstractContextManager[Any]:
+        """Nothing is issued, received or dropped while the block runs: for a state that is of one moment."""
+        return self._changed
+
+    def close(self) -> None:
+        """End the pump, whatever is in flight. Safe to repeat."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._pump is not None:
+            self._pump.join(PUMP_END_S)
 
     def synchronize(self) -> PublishReport:
         """Give the learner's weights to the engines without a new version: at the start, and after a restore."""
         return self.publisher.publish(self.version)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs. Nothing is in flight when it is asked for: the loop saves after a publish."""
-        return {
-            "version": self.version,
-            "issued": self.admission.issued,
-            "dropped": self.admission.dropped,
-            "cursor": self.cursor.state(),
-            "next_engine": self.stream.next_engine,
-        }
+        """What a checkpoint needs. `open` has the groups that are issued and not trained, in that order."""
+        with self._changed:
+            return {
+                "version": self.version,
+                "issued": self.admission.issued,
+                "dropped": self.admission.dropped,
+                "open": list(self._open),
+                "cursor": self.cursor.state(),
+                "next_engine": self.stream.next_engine,
+            }
 
     def restore(self, state: dict[str, Any]) -> str | None:
-        """Go on from `state`; returns a warning if the data is not what it was."""
-        self.version = state["version"]
-        self.admission.issued, self.admission.dropped = state["issued"], state["dropped"]
-        self.stream.next_engine = state["next_engine"]
-        return self.cursor.restore(state["cursor"])
+        """Go on from `state`; returns a warning if the data is not what it was.
+
+        Groups that were open are issued again by the first `take`, under the same ids and all of them, also those that
+        had been scored: keeping these would favour short answers. Those whose prompt is no longer there are filtered.
+        """
+        with self._changed:
+            self.version = state["version"]
+            self.admission.issued, self.admission.dropped = state["issued"], state["dropped"]
+            self.stream.next_engine = state["next_engine"]
+            warning = self.cursor.restore(state["cursor"])
+            for group_id in state["open"]:
+                occurrence = self.cursor.find(group_id)
+                self._open[group_id] = None
+                if occurrence is None:
+                    self.ledger.filtered(group_id, CHANGED_DATA)
+                    self._drop(group_id)
+                else:
+                    self._interrupted.append(occurrence)
+        return warning
 
     def check_ledger(self) -> None:
         """Raise LedgerError unless every prompt issued is trained, filtered, failed or still here."""
-        self.ledger.check(self._open)
+        with self._changed:
+            self.ledger.check(self._open.keys())
 
     @property
     def _is_synchronous(self) -> bool:
         return self.admission.max_staleness == 0
 
+    def _advance(self, count: int) -> None:
+        """Let something arrive: in a synchronous run take it, in an asynchronous one wait until the pump has."""
+        if self._is_synchronous:
+            group = self.stream.next_group()
+            if group is not None:
+                self._sort_in(group)
+            return
+        if self._pump is None:
+            self._pump = threading.Thread(target=self._pump_arrivals, name="rollout pump", daemon=True)
+            self._pump.start()
+        self._raise_failure()
+        missing = (group_id for group_id in islice(self._open, count) if group_id not in self._ready)
+        # The pump holds the deadlines of those that it waits for.
+        with waiting(f"the {self._pump.name}: groups {', '.join(islice(missing, NAMED_GROUPS))}", deadline_s=None):
+            self._changed.wait()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._pump_failure is not None:
+            raise self._pump_failure
+
+    def _pump_arrivals(self) -> None:
+        """In a thread of its own: take what arrives until the end, or until something fails, which `take` raises."""
+        try:
+            with waiting("", deadline_s=self.stream.generators.call_timeout_s) as wait:
+                while True:
+                    with self._changed:
+                        while self.stream.is_empty and not self._is_closing:
+                            wait.renew("")
+                            self._changed.wait()
+                        if self._is_closing:
+                            return
+                        references = self.stream.references()
+                    arrived = self.stream.lookout.wait(references, PUMP_LOOKS_S)
+                    for reference in arrived:
+                        # One at a time: the loop must not wait until hundreds have been taken.
+                        with self._changed:
+                            if self._is_closing:
+                                return
+                            self._pump_one(reference)
+                    with self._changed:
+                        self._supervise()
+                        if arrived or not wait.whom:
+                            wait.renew(self.stream.awaited())
+        except BaseException as failure:  # Whatever it is: the loop is to end with it.
+            with self._changed:
+                self._pump_failure = failure
+                self._changed.notify_all()
+
+    def _supervise(self) -> None:
+        self.stream.supervise()
+        if self.stream.generators.lacks_weights:
+            # Only the loop may bring them: now, if it waits.
+            self._changed.notify_all()
+
+    def _pump_one(self, arrived: Any) -> None:
+        group = self.stream.receive(arrived)
+        if group is not None:
+            self._sort_in(group)
+            self._issue()
+        # That nothing is in flight any more is news as well: an engine's call ends after its last response, and `take`
+        # may wait for no other thing.
+        if group is not None or self.stream.is_empty:
+            self._changed.notify_all()
+
+    def _begin_counting(self) -> None:
+        self._counts = TakeCounts()
+        self._failures: Counter[FailureKind] = Counter()
+        self._finished_lengths: list[int] = []
+
+    def _end_counting(self) -> None:
+        self.last_take, self.last_failures = self._counts, self._failures
+        self.last_queues = {
+            "queue/groups_generating": float(self.stream.groups_generating),
+            "queue/groups_scoring": float(self.stream.groups_scoring),
+            "queue/groups_ready": float(len(self._ready)),
+        }
+        if self._finished_lengths:
+            self.last_queues["response_length/scored_mean"] = float(np.mean(self._finished_lengths))
+        self._begin_counting()
+
     def _has_batch(self, count: int) -> bool:
         """Whether the groups to hand out are there and, in a synchronous run, every call has come to its end."""
-        front = self._open[:count]
-        is_full = len(front) == count and self._ready.keys() >= set(front)
-        return is_full and (self.stream.is_empty or not self._is_synchronous)
+        if len(self._ready) < count or (self._is_synchronous and not self.stream.is_empty):
+            return False
+        return all(group_id in self._ready for group_id in islice(self._open, count))
+
+    def _early(self, count: int, shown: set[str]) -> list[Group]:
+        """Groups that will be among the next `count` whatever else happens, without those that were shown.
+
+        None in a synchronous run: there, what is computed together must not depend on when each of them came.
+        """
+        if self._is_synchronous:
+            return []
+        front = islice(self._open, count)
+        return [self._ready[name] for name in front if name in self._ready and name not in shown]
 
     def _issue(self) -> None:
         if self._is_synchronous and not self.stream.is_empty:
             return
+        if self._interrupted:
+            interrupted, self._interrupted = self._interrupted, []
+            self.stream.submit(interrupted)
         places = self.admission.open_places(self.version)
         if self.dynamic_sampling is not None:
             places = min(places, self._allowance(self.dynamic_sampling))
@@ -331,16 +312,17 @@ class RolloutStream:
             return
         occurrences = self.cursor.take(places)
         for occurrence in occurrences:
-            self._open.append(occurrence.group_id)
+            self._open[occurrence.group_id] = None
             self.admission.issued += 1
-            self.last_take.issued += 1
+            self._counts.issued += 1
             self.ledger.issued(occurrence.group_id)
         self.stream.submit(occurrences)
+        self._changed.notify_all()
 
     def _allowance(self, dynamic_sampling: DynamicSampling) -> int:
         """Groups that this step may still issue; those in flight for later steps have places of their own."""
         steps = dynamic_sampling.limit + self.admission.max_staleness
-        return max(0, steps * self.admission.groups_per_step - self.last_take.dropped - len(self._open))
+        return max(0, steps * self.admission.groups_per_step - self._counts.dropped - len(self._open))
 
     def _sort_in(self, group: Group) -> None:
         """Keep a scored group for `take`, or drop it with its reason."""
@@ -350,29 +332,33 @@ class RolloutStream:
             self._filter(group)
         else:
             self._ready[group.group_id] = group
+            self._finished_lengths += [trajectory.response_length for trajectory in group.trajectories]
 
     def _fail(self, group: Group) -> None:
+        trajectory_id, failure = next(iter(group.failures.items()))
         if self.on_failure == "stop":
-            raise RewardError(f"the reward of trajectory {group.failures[0]} (reward.on_failure is 'stop')")
-        self.ledger.failed(group.group_id, group.failures[0].partition(": ")[2])
-        self.last_take.failed += 1
-        self._drop(group)
-        if self.last_take.failed > self.admission.groups_per_step:
+            raise RewardError(f"the reward of trajectory {trajectory_id}: {failure} (reward.on_failure is 'stop')")
+        self.ledger.failed(group.group_id, failure.message, kind=failure.kind)
+        self._counts.failed += 1
+        self._failures.update(each.kind for each in group.failures.values())
+        self._drop(group.group_id)
+        if self._counts.failed > self.admission.groups_per_step:
             raise RewardError(
-                f"the reward failed for {self.last_take.failed} groups within one step, more than the step has "
-                f"({self.admission.groups_per_step}); the last one: {group.failures[0]}. "
-                "Mend the reward function (reward.function), then go on with `slipstream resume`"
+                f"the reward failed for {self._counts.failed} groups within one step, more than the step has "
+                f"({self.admission.groups_per_step}); the last one: {trajectory_id}: {failure}. "
+                "Mend the reward function (reward.function) or service (reward.urls), then go on with "
+                "`slipstream resume`"
             )
 
     def _filter(self, group: Group) -> None:
         reward = float(np.mean(_rewards(group)))
         self.ledger.filtered(group.group_id, no_signal(reward))
-        self.last_take.filtered_rewards.append(reward)
-        self._drop(group)
+        self._counts.filtered_rewards.append(reward)
+        self._drop(group.group_id)
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group_id: str) -> None:
         self.admission.dropped += 1
-        self._open.remove(group.group_id)
+        del self._open[group_id]
 
 
 def _rewards(group: Group) -> list[float]:

@@ -1,16 +1,17 @@
 """The rollout engine on plain `transformers` generate: the comparison and the fallback.
 
-Rows of several groups are generated together, padded on the left. Sampling is the Gumbel-max trick inside a logits
-processor: every row draws its noise from a generator of its own, so that sample i of a group depends on its seed and
-not on its neighbours, and the log-prob of what is chosen is at hand. What it leaves out: prefix sharing, joining
-sequences to a batch that is under way (a batch lasts as long as its longest response), and several devices.
+Responses of several groups are generated together, padded on the left (`transformers_sampling.py` chooses tokens and
+ends responses). New weights come between two tokens: the batch that is under way waits there, and goes on with the
+keys and values it has, or is begun again from the tokens it has. What it leaves out: prefix sharing, joining sequences
+to a batch that is under way (a batch lasts as long as its longest response), and several devices.
 """
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -19,42 +20,30 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     StoppingCriteriaList,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.data.tokenizer import end_token_ids, load_tokenizer
-from slipstream.data.trajectory import FinishReason, FloatArray, IntArray, Sample
+from slipstream.data.trajectory import FloatArray, IntArray, Sample
 from slipstream.errors import EngineError, SlipstreamError, WeightSyncError
+from slipstream.models.stored_weights import StoredWeight, model_tensors, stored_weights
 from slipstream.rollout.engine import UpdateGate, check_requests, check_tokens, missing_buckets, response_limit
 from slipstream.rollout.messages import (
     EngineStatistics,
     GroupRequest,
-    GroupResult,
+    ResponseResult,
     RolloutEngineSpec,
     SamplingParameters,
 )
+from slipstream.rollout.step_gate import StepGate
+from slipstream.rollout.transformers_sampling import Response, ResponseEnds, TokenChooser
 from slipstream.weights.channel import WeightReceiver, open_receiver
 from slipstream.weights.checksum import tensor_checksum
 from slipstream.weights.plan import WeightPlan
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One response to be generated."""
-
-    group_id: str
-    sample_index: int
-    prompt: IntArray
-    seed: int
-    limit: int
 
 
 class TransformersEngine:
@@ -65,10 +54,14 @@ class TransformersEngine:
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._end_tokens: tuple[int, ...] = ()
-        # Also keeps two calls from running the model at a time.
         self._gate = UpdateGate()
+        self._steps = StepGate()
+        # One batch at a time.
+        self._batches = asyncio.Lock()
         self._version = 0
+        self._is_updating = False
         self._plan: WeightPlan | None = None
+        self._stored: dict[str, StoredWeight] | None = None
         self._receiver: WeightReceiver | None = None
         self._loaded: set[int] = set()
         self._generated_tokens = 0
@@ -93,13 +86,13 @@ class TransformersEngine:
 
     async def generate(
         self, requests: Sequence[GroupRequest], sampling: SamplingParameters
-    ) -> AsyncIterator[GroupResult]:
+    ) -> AsyncIterator[ResponseResult]:
         """See `RolloutEngine.generate`."""
         vocabulary_size = self._running().config.get_text_config().vocab_size
         check_requests(requests, sampling, self._spec, vocabulary_size=vocabulary_size)
         began = time.monotonic()
-        rows = [
-            _Row(
+        responses = [
+            Response(
                 group_id=request.group_id,
                 sample_index=index,
                 prompt=request.prompt_tokens,
@@ -109,24 +102,44 @@ class TransformersEngine:
             for request in requests
             for index in range(request.samples)
         ]
-        open_groups = {request.group_id: request.samples for request in requests}
-        samples: dict[str, list[Sample]] = {request.group_id: [] for request in requests}
-        for start in range(0, len(rows), self._spec.max_concurrent_sequences):
-            batch = rows[start : start + self._spec.max_concurrent_sequences]
-            batch_began = time.monotonic()
-            async with self._gate.generating():
-                finished = await self._in_thread("generating", self._generate_batch, batch, sampling, began)
-            self._busy_seconds += time.monotonic() - batch_began
-            for row, sample in zip(batch, finished, strict=True):
-                samples[row.group_id].append(sample)
-                self._generated_tokens += len(sample.tokens)
-                if len(samples[row.group_id]) == open_groups[row.group_id]:
-                    yield GroupResult(row.group_id, samples.pop(row.group_id), time.monotonic() - began)
+        for start in range(0, len(responses), self._spec.max_concurrent_sequences):
+            batch = responses[start : start + self._spec.max_concurrent_sequences]
+            async with self._batches, aclosing(self._batch(batch, sampling)) as finished:
+                async for ended in finished:
+                    self._generated_tokens += len(ended.tokens)
+                    sample = _sample(ended, time.monotonic() - began)
+                    yield ResponseResult(ended.group_id, ended.sample_index, sample)
+
+    async def _batch(self, batch: list[Response], sampling: SamplingParameters) -> AsyncGenerator[Response]:
+        """Generate a batch in a thread; yields each response when it has ended, and stops if its caller leaves."""
+        async with self._gate.generating():
+            pass  # An update that is under way ends first, and one that failed raises here.
+        began = time.monotonic()
+        loop, left = asyncio.get_running_loop(), threading.Event()
+        ended: asyncio.Queue[Response | None] = asyncio.Queue()
+
+        def hand_over(response: Response) -> None:
+            loop.call_soon_threadsafe(ended.put_nowait, response)
+
+        work = asyncio.ensure_future(
+            self._in_thread("generating", self._generate_batch, batch, sampling, hand_over, left)
+        )
+        work.add_done_callback(lambda _: ended.put_nowait(None))
+        try:
+            while (response := await ended.get()) is not None:
+                yield response
+        finally:
+            left.set()
+            await asyncio.wait([work])
+            self._busy_seconds += time.monotonic() - began
+        work.result()
 
     async def begin_update(self) -> None:
-        """See `RolloutEngine.begin_update`. A batch under way is finished first."""
+        """See `RolloutEngine.begin_update`."""
         self._running()
         await self._gate.begin_update()
+        self._is_updating = True
+        await asyncio.to_thread(self._steps.hold)
         self._loaded = set()
 
     async def load_bucket(self, plan: WeightPlan, index: int) -> dict[str, int]:
@@ -135,7 +148,7 @@ class TransformersEngine:
             checksums: dict[str, int] = await self._in_thread("loading weights", self._load_bucket, plan, index)
         except SlipstreamError as error:
             failure = f"{self._name}: bucket {index} of the weight plan could not be loaded: {error}"
-            self._gate.end_update(failure)
+            self._end_update(failure)
             raise WeightSyncError(failure) from error
         return checksums
 
@@ -147,17 +160,25 @@ class TransformersEngine:
                 f"{self._name}: buckets {missing} of the weight plan were not loaded before finish_update; part of the "
                 f"weights is still that of version {self._version}"
             )
-            self._gate.end_update(failure)
+            self._end_update(failure)
             raise WeightSyncError(failure)
         self._version = version
-        self._gate.end_update()
+        self._end_update()
+
+    def _end_update(self, failure: str | None = None) -> None:
+        self._is_updating = False
+        self._steps.let_go(failure)
+        self._gate.end_update(failure)
 
     async def probe(self, tokens: IntArray) -> FloatArray:
         """See `RolloutEngine.probe`."""
         vocabulary_size = self._running().config.get_text_config().vocab_size
         check_tokens(tokens, self._spec, where=f"{self._name}, probe", vocabulary_size=vocabulary_size)
         async with self._gate.generating():
-            return await self._in_thread("the probe", self._probe, tokens)
+            try:
+                return await self._in_thread("the probe", self._probe, tokens)
+            finally:
+                self._steps.let_go()
 
     async def reset_prefix_cache(self) -> None:
         """Nothing to do: no keys or values outlive a batch."""
@@ -176,7 +197,7 @@ class TransformersEngine:
         """See `RolloutEngine.shutdown`."""
         if self._receiver is not None:
             self._receiver.close()
-        self._model = self._receiver = self._plan = None
+        self._model = self._receiver = self._plan = self._stored = None
 
     def _load_model(self) -> PreTrainedModel:
         disable_progress_bar()
@@ -194,54 +215,61 @@ class TransformersEngine:
         model.requires_grad_(False)
         return nn.Module.to(model, self._spec.device).eval()
 
+    def _generate_batch(
+        self,
+        batch: Sequence[Response],
+        sampling: SamplingParameters,
+        hand_over: Callable[[Response], None],
+        left: threading.Event,
+    ) -> None:
+        """To the end of every response; broken off where new weights come and the cache is to be computed anew."""
+
+        def breaks_off() -> bool:
+            if self._is_updating and self._spec.recompute_cache_on_update:
+                return True
+            self._steps.pause()
+            return left.is_set()
+
+        while (open_responses := [r for r in batch if r.finish_reason is None]) and not left.is_set():
+            ends = ResponseEnds(
+                open_responses,
+                end_tokens=self._end_tokens,
+                stop=sampling.stop,
+                tokenizer=self._tokenizer,
+                on_end=hand_over,
+                after_token=breaks_off,
+            )
+            with self._steps.running():
+                self._go_on(open_responses, TokenChooser(open_responses, sampling, lambda: self._version), ends)
+
     @torch.no_grad()
-    def _generate_batch(self, rows: Sequence[_Row], sampling: SamplingParameters, began: float) -> list[Sample]:
+    def _go_on(self, responses: Sequence[Response], chooser: TokenChooser, ends: ResponseEnds) -> None:
+        """Generate from the tokens that each response has, until `ends` says so."""
         model: Any = self._running()
-        device = model.device
-        width = max(len(row.prompt) for row in rows)
+        rows = [np.concatenate([response.prompt, np.asarray(response.tokens, np.int64)]) for response in responses]
+        width = max(map(len, rows))
         pad = self._end_tokens[0]
         tokens = torch.full((len(rows), width), pad, dtype=torch.int64)
         mask = torch.zeros((len(rows), width), dtype=torch.int64)
         for index, row in enumerate(rows):
-            tokens[index, width - len(row.prompt) :] = torch.from_numpy(row.prompt)
-            mask[index, width - len(row.prompt) :] = 1
-        chooser = _TokenChooser(rows, sampling)
-        ends = _ResponseEnds(rows, width, sampling.stop, self._tokenizer)
-        output = model.generate(
-            input_ids=tokens.to(device),
-            attention_mask=mask.to(device),
+            tokens[index, width - len(row) :] = torch.from_numpy(row)
+            mask[index, width - len(row) :] = 1
+        model.generate(
+            input_ids=tokens.to(model.device),
+            attention_mask=mask.to(model.device),
             generation_config=GenerationConfig(
                 do_sample=False,
-                max_new_tokens=max(row.limit for row in rows),
+                max_new_tokens=max(response.room for response in responses),
                 eos_token_id=list(self._end_tokens),
                 pad_token_id=pad,
             ),
             logits_processor=LogitsProcessorList([chooser]),
             stopping_criteria=StoppingCriteriaList([ends]),
         )
-        responses = output[:, width:].cpu().numpy()
-        log_probs = torch.stack(chooser.log_probs, dim=1).cpu().numpy()
-        seconds = time.monotonic() - began
-        return [
-            self._sample(responses[index], log_probs[index], ends.lengths[index], seconds) for index in range(len(rows))
-        ]
-
-    def _sample(self, tokens: IntArray, log_probs: FloatArray, end: tuple[int, FinishReason], seconds: float) -> Sample:
-        """Cut a row of a batch where its response ended: at the first end token, or where the criteria said."""
-        length, reason = end
-        at_end = np.flatnonzero(np.isin(tokens[:length], self._end_tokens))
-        if len(at_end):
-            length, reason = int(at_end[0]) + 1, "stop"
-        return Sample(
-            tokens=tokens[:length].astype(np.int64),
-            log_probs=log_probs[:length].astype(np.float32),
-            versions=np.full(length, self._version, dtype=np.int64),
-            finish_reason=reason,
-            seconds=seconds,
-        )
 
     @torch.no_grad()
     def _probe(self, tokens: IntArray) -> FloatArray:
+        self._steps.hold()
         model = self._running()
         row = torch.from_numpy(np.asarray(tokens, dtype=np.int64)).to(model.device)
         log_probs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
@@ -255,7 +283,7 @@ class TransformersEngine:
             self._receiver = open_receiver(plan, self._spec.engine_index)
             self._plan = plan
         # A tied weight has one name in the plan and one storage here.
-        weights = dict(self._running().state_dict(keep_vars=True))
+        weights = self._stored_weights()
         checksums = {}
         for name, tensor in self._receiver.receive(plan.buckets[index]):
             if name not in weights or weights[name].shape != tensor.shape:
@@ -269,6 +297,14 @@ class TransformersEngine:
                 raise WeightSyncError(f"{self._name}: weight {name!r} changed while it was copied into the model")
         self._loaded.add(index)
         return checksums
+
+    def _stored_weights(self) -> dict[str, torch.Tensor]:
+        """Views of the model's weights, by the names and in the pieces of a model folder."""
+        model = self._running()
+        tensors = model_tensors(model)
+        if self._stored is None:
+            self._stored = stored_weights(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return {name: weight.view(tensors[weight.source].detach()) for name, weight in self._stored.items()}
 
     @property
     def _name(self) -> str:
@@ -288,75 +324,15 @@ class TransformersEngine:
             raise EngineError(f"{self._name} failed ({what}): {_first_line(error)}") from error
 
 
-class _TokenChooser(LogitsProcessor):
-    """Chooses the next token of each row and keeps its log-prob; `generate` is left with one candidate.
-
-    By Gumbel-max: argmax of log p + g, with g standard Gumbel noise, is a draw from p. The noise of a row comes from
-    its own generator. `log_probs` has one tensor [rows] per step.
-    """
-
-    def __init__(self, rows: Sequence[_Row], sampling: SamplingParameters) -> None:
-        self.log_probs: list[torch.Tensor] = []
-        self._temperature = sampling.temperature
-        self._generators = [torch.Generator().manual_seed(row.seed) for row in rows]
-        self._truncations: list[LogitsProcessor] = []
-        if sampling.temperature > 0 and sampling.top_k > 0:
-            self._truncations.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.temperature > 0 and sampling.top_p < 1:
-            self._truncations.append(TopPLogitsWarper(sampling.top_p))
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        logits = scores.float()
-        if self._temperature > 0:
-            logits = logits / self._temperature
-        for truncation in self._truncations:
-            logits = truncation(input_ids, logits)
-        log_probs = logits.log_softmax(-1)
-        preference = log_probs
-        if self._temperature > 0:
-            # Exponential noise e gives Gumbel noise -log e.
-            noise = torch.empty(log_probs.shape)
-            for row, generator in zip(noise, self._generators, strict=True):
-                row.exponential_(generator=generator)
-            preference = log_probs - noise.log().to(log_probs.device)
-        chosen = preference.argmax(-1, keepdim=True)
-        self.log_probs.append(log_probs.gather(1, chosen)[:, 0])
-        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
-
-
-class _ResponseEnds(StoppingCriteria):
-    """Ends a row at its own limit of tokens or at a stop string in its response, and remembers which it was.
-
-    The stop criterion of `transformers` also looks at the prompt and could end a response before it begins.
-    `lengths` has (tokens, reason) for each row; end tokens are `generate`'s own business.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[_Row],
-        prompt_width: int,
-        stop: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        self.lengths: list[tuple[int, FinishReason]] = [(row.limit, "length") for row in rows]
-        self._prompt_width = prompt_width
-        self._stop = tuple(stop)
-        self._tokenizer = tokenizer
-        self._done = torch.zeros(len(rows), dtype=torch.bool)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        length = input_ids.shape[1] - self._prompt_width
-        for index, (limit, _reason) in enumerate(self.lengths):
-            if self._done[index]:
-                continue
-            if self._stop and self._tokenizer is not None:
-                text = self._tokenizer.decode(input_ids[index, self._prompt_width :], skip_special_tokens=True)
-                if any(string in text for string in self._stop):
-                    self.lengths[index] = (length, "stop")
-                    self._done[index] = True
-            if length >= limit:
-                self._done[index] = True
-        return self._done.to(input_ids.device)
+def _sample(response: Response, seconds: float) -> Sample:
+    assert response.finish_reason is not None
+    return Sample(
+        tokens=np.asarray(response.tokens, dtype=np.int64),
+        log_probs=np.asarray(response.log_probs, dtype=np.float32),
+        versions=np.asarray(response.versions, dtype=np.int64),
+        finish_reason=response.finish_reason,
+        seconds=seconds,
+    )
 
 
 def _memory_bytes() -> int:

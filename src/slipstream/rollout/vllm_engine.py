@@ -4,8 +4,9 @@ An `AsyncLLM` in this process (the Ray actor) and vLLM's EngineCore, which holds
 go out as token ids and come back as token ids with the log-prob of each sampled token; weights never pass through
 this process (`vllm_worker.py` takes them inside the EngineCore).
 
-What it leaves out: in-flight weight updates keep what is under way, but every token of a response is stamped with the
-version in force when the response ends. While `max_staleness` is 0 nothing is under way during an update.
+New weights come between two tokens: the EngineCore is paused, and tells how many tokens each sequence has by then, so
+that every token is stamped with the version that chose it. The prefix cache is kept apart by update: a prompt never
+takes keys and values of a sequence that began under other weights.
 """
 
 import asyncio
@@ -21,12 +22,12 @@ import numpy as np
 
 from slipstream.data.tokenizer import end_token_ids, load_tokenizer
 from slipstream.data.trajectory import FloatArray, IntArray, Sample
-from slipstream.errors import EngineError, SlipstreamError, WeightSyncError
+from slipstream.errors import EngineError, EngineLostError, SlipstreamError, WeightSyncError
 from slipstream.rollout.engine import UpdateGate, check_requests, check_tokens, response_limit
 from slipstream.rollout.messages import (
     EngineStatistics,
     GroupRequest,
-    GroupResult,
+    ResponseResult,
     RolloutEngineSpec,
     SamplingParameters,
 )
@@ -84,6 +85,10 @@ class VLLMEngine:
         self._calls = 0
         self._under_way = 0
         self._version = 0
+        self._updates = 0
+        # Of each response under way, by vLLM's id of its request: (tokens it had, version that went on from there).
+        self._spans: dict[str, list[tuple[int, int]]] = {}
+        self._token_counts: dict[str, int] = {}
         self._plan: WeightPlan | None = None
         self._shared_memory: list[str] = []
         self._end_tokens: tuple[int, ...] = ()
@@ -122,12 +127,12 @@ class VLLMEngine:
 
     async def generate(
         self, requests: Sequence[GroupRequest], sampling: SamplingParameters
-    ) -> AsyncIterator[GroupResult]:
+    ) -> AsyncIterator[ResponseResult]:
         """See `RolloutEngine.generate`."""
         self._running()
         check_requests(requests, sampling, self._spec, vocabulary_size=self._vocabulary_size)
         began = time.monotonic()
-        tasks: list[asyncio.Task[GroupResult]] = []
+        tasks: list[asyncio.Task[ResponseResult]] = []
         try:
             tasks = await self._admit(requests, sampling)
             self._under_way += len(tasks)
@@ -144,8 +149,10 @@ class VLLMEngine:
         """See `RolloutEngine.begin_update`."""
         engine = self._running()
         await self._gate.begin_update()
-        await self._answer(engine.pause_generation(mode="keep", clear_cache=True), "pausing")
-        await self._worker_call("slipstream_begin_update")
+        # Clearing the cache sends what is under way back to be computed anew.
+        clears = self._spec.recompute_cache_on_update or not self._spans
+        await self._answer(engine.pause_generation(mode="keep", clear_cache=clears), "pausing")
+        [self._token_counts, *_] = await self._worker_call("slipstream_begin_update")
 
     async def load_bucket(self, plan: WeightPlan, index: int) -> dict[str, int]:
         """See `RolloutEngine.load_bucket`."""
@@ -171,8 +178,13 @@ class VLLMEngine:
             )
             self._gate.end_update(failure)
             raise WeightSyncError(failure)
-        await self.reset_prefix_cache()
+        if self._spec.recompute_cache_on_update or not self._spans:
+            await self.reset_prefix_cache()
         self._version = version
+        self._updates += 1
+        for identifier, spans in self._spans.items():
+            # One that is unknown there has not been begun.
+            spans.append((self._token_counts.get(identifier, 0), version))
         await self._answer(engine.resume_generation(), "resuming")
         self._gate.end_update()
 
@@ -180,19 +192,25 @@ class VLLMEngine:
         """See `RolloutEngine.probe`. Requests with prompt log-probs do not read the prefix cache."""
         from vllm import SamplingParams
 
-        engine = self._running()
+        self._running()
         check_tokens(tokens, self._spec, where=f"{self._name}, probe", vocabulary_size=self._vocabulary_size)
         parameters = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         self._calls += 1
         async with self._gate.generating():
-            output = await self._answer(_final_output(engine, tokens, parameters, f"probe-{self._calls}"), "the probe")
+            asked = self._output(tokens, parameters, f"probe-{self._calls}", asyncio.Event())
+            output, _ = await self._answer(asked, "the probe")
         log_probs = [
             position[int(token)].logprob for token, position in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
         ]
         return np.asarray(log_probs, dtype=np.float32)
 
     async def reset_prefix_cache(self) -> None:
-        """See `RolloutEngine.reset_prefix_cache`."""
+        """See `RolloutEngine.reset_prefix_cache`. It cannot be cleared while sequences are under way, and need not be.
+
+        What is kept then is of the same weights; it only changes how prompts are cut into passes.
+        """
+        if self._spans:
+            return
         if not await self._answer(self._running().reset_prefix_cache(), "clearing the prefix cache"):
             raise EngineError(f"{self._name}: vLLM could not clear its prefix cache, as sequences are still using it")
 
@@ -219,7 +237,7 @@ class VLLMEngine:
 
     async def _admit(
         self, requests: Sequence[GroupRequest], sampling: SamplingParameters
-    ) -> list[asyncio.Task[GroupResult]]:
+    ) -> list[asyncio.Task[ResponseResult]]:
         """Hand all requests to a paused engine, then let it go: the first step sees every one of them."""
         engine = self._running()
         async with self._gate.generating():
@@ -228,10 +246,11 @@ class VLLMEngine:
                 engine.pause_generation(mode="keep", clear_cache=self._under_way == 0), "pausing to admit requests"
             )
             self._calls += 1
-            admitted = [asyncio.Event() for _ in requests]
+            asked = [(request, index) for request in requests for index in range(request.samples)]
+            admitted = [asyncio.Event() for _ in asked]
             tasks = [
-                asyncio.ensure_future(self._group(request, sampling, event))
-                for request, event in zip(requests, admitted, strict=True)
+                asyncio.ensure_future(self._response(request, index, sampling, event))
+                for (request, index), event in zip(asked, admitted, strict=True)
             ]
             try:
                 await self._answer(asyncio.gather(*(event.wait() for event in admitted)), "admitting requests")
@@ -239,34 +258,31 @@ class VLLMEngine:
                 await self._answer(engine.resume_generation(), "resuming")
         return tasks
 
-    async def _group(self, request: GroupRequest, sampling: SamplingParameters, admitted: asyncio.Event) -> GroupResult:
-        """Put one request to the engine and wait for the last of its responses."""
+    async def _response(
+        self, request: GroupRequest, index: int, sampling: SamplingParameters, admitted: asyncio.Event
+    ) -> ResponseResult:
+        """Put one response to the engine and wait for its end."""
         began = time.monotonic()
-        engine = self._running()
-        identifier = f"{self._calls}-{request.group_id}"
+        identifier = f"{self._calls}-{request.group_id}-{index}"
         try:
-            parameters = self._parameters(request, sampling)
             # How long generation may take is for the caller to say.
-            output = await self._answer(
-                _final_output(engine, request.prompt_tokens, parameters, identifier, admitted),
-                f"generating group {request.group_id}",
+            output, spans = await self._answer(
+                self._output(request.prompt_tokens, self._parameters(request, index, sampling), identifier, admitted),
+                f"generating response {index} of group {request.group_id}",
                 timeout_s=math.inf,
             )
         finally:
             admitted.set()
-        seconds = time.monotonic() - began
-        samples = [self._sample(completion, seconds) for completion in output.outputs]
-        self._generated_tokens += sum(len(sample.tokens) for sample in samples)
-        return GroupResult(group_id=request.group_id, samples=samples, seconds=seconds)
+        sample = self._sample(output.outputs[0], spans, time.monotonic() - began)
+        self._generated_tokens += len(sample.tokens)
+        return ResponseResult(request.group_id, index, sample)
 
-    def _parameters(self, request: GroupRequest, sampling: SamplingParameters) -> "SamplingParams":
+    def _parameters(self, request: GroupRequest, index: int, sampling: SamplingParameters) -> "SamplingParams":
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            n=request.samples,
-            # vLLM gives sample i the seed `seed + i`.
-            seed=request.seed,
+            seed=request.seed + index,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -282,19 +298,49 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _sample(self, completion: Any, seconds: float) -> Sample:
+    def _sample(self, completion: Any, spans: Sequence[tuple[int, int]], seconds: float) -> Sample:
         if completion.finish_reason not in ("stop", "length"):
             raise EngineError(
                 f"{self._name}: vLLM ended a response with {completion.finish_reason!r}, expected 'stop' or 'length'"
             )
         tokens = np.asarray(completion.token_ids, dtype=np.int64)
+        versions = np.empty(len(tokens), dtype=np.int64)
+        for start, version in spans:
+            versions[start:] = version
         return Sample(
             tokens=tokens,
             log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
-            versions=np.full(len(tokens), self._version, dtype=np.int64),
+            versions=versions,
             finish_reason=completion.finish_reason,
             seconds=seconds,
         )
+
+    async def _output(
+        self, tokens: IntArray, parameters: "SamplingParams", identifier: str, admitted: asyncio.Event
+    ) -> tuple[Any, list[tuple[int, int]]]:
+        """Put a prompt to the engine, say when it has been admitted, and wait for the one output that is final.
+
+        Returns it with the versions of its tokens: each from the token at that place on.
+        """
+        from vllm.inputs import TokensPrompt
+
+        engine = self._running()
+        # Prompts share what is cached of them with those of the same salt only.
+        prompt = TokensPrompt(prompt_token_ids=tokens.tolist(), cache_salt=f"update {self._updates}")
+        queue = await engine.add_request(identifier, prompt, parameters)
+        spans = self._spans[queue.request_id] = [(0, self._version)]
+        try:
+            admitted.set()
+            output = queue.get_nowait() or await queue.get()
+            while not output.finished:
+                output = queue.get_nowait() or await queue.get()
+            return output, spans
+        except asyncio.CancelledError:
+            await engine.abort(queue.request_id, internal=True)
+            raise
+        finally:
+            del self._spans[queue.request_id]
+            queue.close()
 
     @property
     def _name(self) -> str:
@@ -321,9 +367,9 @@ class VLLMEngine:
         try:
             while not (await asyncio.wait({task}, timeout=CORE_CHECK_S))[0]:
                 if engine.errored:
-                    raise EngineError(f"{self._name} failed ({what}): vLLM's EngineCore process has died")
+                    raise EngineLostError(f"{self._name} failed ({what}): vLLM's EngineCore process has died")
                 if time.monotonic() > deadline:
-                    raise EngineError(
+                    raise EngineLostError(
                         f"{self._name}: vLLM's EngineCore did not answer within {timeout_s:.0f} s ({what})"
                     )
         finally:
@@ -333,7 +379,8 @@ class VLLMEngine:
         except SlipstreamError:
             raise
         except Exception as error:
-            raise EngineError(f"{self._name} failed ({what}): {_first_line(error)}") from error
+            kind = EngineLostError if engine.errored else EngineError
+            raise kind(f"{self._name} failed ({what}): {_first_line(error)}") from error
 
 
 def _start_engine(spec: RolloutEngineSpec) -> "AsyncLLM":
@@ -367,31 +414,6 @@ def _start_engine(spec: RolloutEngineSpec) -> "AsyncLLM":
     else:
         settings["gpu_memory_utilization"] = spec.gpu_memory_share
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**(settings | spec.options)))
-
-
-async def _final_output(
-    engine: "AsyncLLM",
-    tokens: IntArray,
-    parameters: "SamplingParams",
-    identifier: str,
-    admitted: asyncio.Event | None = None,
-) -> Any:
-    """Put a prompt to the engine, say when it has been admitted, and wait for the one output that is final."""
-    from vllm.inputs import TokensPrompt
-
-    queue = await engine.add_request(identifier, TokensPrompt(prompt_token_ids=tokens.tolist()), parameters)
-    try:
-        if admitted is not None:
-            admitted.set()
-        output = queue.get_nowait() or await queue.get()
-        while not output.finished:
-            output = queue.get_nowait() or await queue.get()
-        return output
-    except asyncio.CancelledError:
-        await engine.abort(queue.request_id, internal=True)
-        raise
-    finally:
-        queue.close()
 
 
 def _shared_memory_of(processes: Sequence[int]) -> list[str]:

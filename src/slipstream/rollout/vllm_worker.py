@@ -49,10 +49,14 @@ class WeightUpdateExtension:
             os._exit(1)
         return os.getpid()
 
-    def slipstream_begin_update(self) -> None:
-        """Give every layer its original parameters back, ready to be loaded."""
+    def slipstream_begin_update(self) -> dict[str, int]:
+        """Give every layer its original parameters back, ready to be loaded.
+
+        Returns the number of tokens sampled so far of each request that has been begun, by its id.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.platforms import current_platform
 
         if self._is_updating:
             # What the reload has collected for an update that was broken off must not count for this one.
@@ -61,6 +65,13 @@ class WeightUpdateExtension:
         self._loaded = set()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)
+            if current_platform.is_cpu():
+                # Experts are packed for the CPU's matrix kernels only while their kernel is made, and it is made only
+                # where there is none: new weights would be read as if they were packed.
+                for module in self.model_runner.model.modules():
+                    if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                        module.quant_method.moe_kernel = None
+        return {identifier: len(state.output_token_ids) for identifier, state in self.model_runner.requests.items()}
 
     def slipstream_open_channel(self, pickled_plan: bytes, receiver_index: int) -> None:
         """Make ready to receive the buckets of a plan. Bytes, since vLLM's messages carry no objects of ours."""

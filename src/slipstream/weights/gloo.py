@@ -54,12 +54,18 @@ class GlooSender:
 
 
 class GlooReceiver:
-    """A rollout engine's end: rank `receiver_index` + 1."""
+    """A rollout engine's end: its rank is its place among the channel's receivers, counted from 1."""
 
     def __init__(self, plan: WeightPlan, receiver_index: int) -> None:
         """Waits for the sender and the other receivers. Raises WeightSyncError if one does not come in time."""
         self._channel = plan.channel
-        self._group: ProcessGroupGloo | None = _open_group(plan.channel, receiver_index + 1)
+        if receiver_index not in plan.channel.receivers:
+            raise WeightSyncError(
+                f"rollout engine {receiver_index} is no receiver of the weight channel of run {plan.channel.run_id}: "
+                f"it was planned for {_engines(plan.channel)}"
+            )
+        rank = plan.channel.receivers.index(receiver_index) + 1
+        self._group: ProcessGroupGloo | None = _open_group(plan.channel, rank)
         self._buffer = torch.empty(plan.largest_bucket_bytes, dtype=torch.uint8)
 
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,12 +84,7 @@ class GlooReceiver:
 
 def _open_group(channel: ChannelAddress, rank: int, listener: socket.socket | None = None) -> ProcessGroupGloo:
     timeout = timedelta(seconds=channel.timeout_s)
-    size = channel.receivers + 1
-    if not SENDER_RANK <= rank < size:
-        raise WeightSyncError(
-            f"receiver {rank - 1} of the weight channel of run {channel.run_id}: it was planned for "
-            f"{channel.receivers} receivers, numbered from 0"
-        )
+    size = len(channel.receivers) + 1
     try:
         store = TCPStore(
             channel.host,
@@ -99,8 +100,8 @@ def _open_group(channel: ChannelAddress, rank: int, listener: socket.socket | No
         options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(channel))]
         return ProcessGroupGloo(PrefixStore(f"slipstream-{channel.run_id}", store), rank, size, options)
     except RuntimeError as error:
-        role = "the learner" if rank == SENDER_RANK else f"rollout engine {rank - 1}"
-        others = f"all of {channel.receivers} rollout engines" if rank == SENDER_RANK else "the learner"
+        role = "the learner" if rank == SENDER_RANK else f"rollout engine {channel.receivers[rank - 1]}"
+        others = _engines(channel) if rank == SENDER_RANK else "the learner"
         raise WeightSyncError(
             f"{role} waited up to {channel.timeout_s:.0f} s for {others} to open the weight channel at "
             f"{channel.host}:{channel.port} ({_first_line(error)})"
@@ -127,13 +128,17 @@ def _broadcast(group: ProcessGroupGloo | None, buffer: torch.Tensor, channel: Ch
         group.broadcast([buffer], options).wait()  # type: ignore[attr-defined]  # missing in torch's stubs
     except RuntimeError as error:
         raise WeightSyncError(
-            f"a bucket of weights did not pass between the learner and {channel.receivers} rollout engines within "
+            f"a bucket of weights did not pass between the learner and {_engines(channel)} within "
             f"{channel.timeout_s:.0f} s ({_first_line(error)}); one of them has died or is stuck"
         ) from error
 
 
 def _view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return buffer[spec.offset : spec.offset + spec.bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def _engines(channel: ChannelAddress) -> str:
+    return f"rollout engine{'s' * (len(channel.receivers) > 1)} {', '.join(map(str, channel.receivers))}"
 
 
 def _first_line(error: Exception) -> str:

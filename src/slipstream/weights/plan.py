@@ -36,13 +36,13 @@ class ChannelAddress:
     """Where the buckets pass. The controller makes it; both sides open their end from it.
 
     `run_id` names what belongs to this run (the shared-memory segment is `/dev/shm/slipstream-<run_id>-weights`).
-    `host`, `port` and `receivers` are the rendezvous of a gloo channel: the sender is its rank 0, receiver i its
-    rank i + 1.
+    `host` and `port` are the rendezvous of a gloo channel: the sender is its rank 0, the k-th of the `receivers`,
+    which are indices of rollout engines, its rank k + 1.
     """
 
     kind: ChannelKind
     run_id: str
-    receivers: int = 1
+    receivers: tuple[int, ...] = (0,)
     host: str = "127.0.0.1"
     port: int = 0
     timeout_s: float = 300.0

@@ -5,104 +5,206 @@ and resume under the next policy version. Two proofs, on by default: the checksu
 what the learner sent and what each engine received; then both compute the log-probs of a fixed probe sequence with
 the weights they hold. The second finds what the first cannot, such as an engine that received a weight but computes
 with an older copy of it.
+
+An engine that is lost meanwhile costs the others a second attempt. Its successor gets the weights of the same version
+as soon as the loop waits for groups, by the same way and with the same proofs, or those of the next publish.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from slipstream.cluster.calls import RemoteEngine, gather
+from slipstream.cluster.calls import EngineState, PendingCall, RemoteEngine, gather, outcomes
+from slipstream.cluster.restarts import LOOK_S, EngineRestarts
+from slipstream.cluster.waits import waiting
 from slipstream.data.trajectory import IntArray
-from slipstream.errors import WeightSyncError
+from slipstream.errors import EngineLostError, WeightSyncError
 from slipstream.training.group import LearnerGroup
-from slipstream.weights.plan import WeightPlan
+from slipstream.weights.plan import ChannelAddress
 
 # Largest absolute difference of a probe's log-probs between two implementations of the same model.
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}
 PROBE_TOKENS = 12
+# How long an engine may take to say that it is there, where a broadcast got stuck and it is not known on whom.
+PING_DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a publish cost and how well the engines agree with the trainer afterwards."""
+    """What a publish cost and how well the engines agree with the trainer afterwards.
+
+    Engines stood still for `pause_seconds` of all `seconds`.
+    """
 
     seconds: float
+    pause_seconds: float
     sent_bytes: int
     probe_difference: float
 
 
+class _BrokenOffError(Exception):
+    """A publish was broken off: an engine that took part has been lost."""
+
+
 class WeightPublisher:
-    """Moves the learner's weights into the rollout engines by one plan, made once."""
+    """Moves the learner's weights into the rollout engines by a plan.
+
+    The plan is made once; anew, through a new channel, where the channel is for exactly those that opened it, and an
+    engine was lost.
+    """
 
     def __init__(
         self,
         learner: LearnerGroup,
         engines: list[RemoteEngine],
-        plan: WeightPlan,
         *,
+        open_channel: Callable[[Sequence[int]], ChannelAddress],
+        restarts: EngineRestarts,
+        bucket_bytes: int,
         verify: bool,
         dtype: str,
         vocabulary_size: int,
         call_timeout_s: float,
     ) -> None:
+        """`open_channel` makes the channel to the engines of the given indices."""
         self.learner = learner
         self.engines = engines
-        self.plan = plan
+        self.restarts = restarts
+        self.bucket_bytes = bucket_bytes
         self.verify = verify
         self.tolerance = PROBE_TOLERANCE[dtype]
         self.call_timeout_s = call_timeout_s
         self.probe_tokens = probe_sequence(vocabulary_size)
+        self.version = 0
+        self._open_channel = open_channel
+        self._make_plan([(index, engine.incarnation) for index, engine in enumerate(engines)])
+        restarts.bring_weights = self.bring
 
     def publish(self, version: int) -> PublishReport:
-        """Bring all engines to the learner's weights and to policy `version`.
+        """Bring all engines that run to the learner's weights and to policy `version`.
 
         Raises WeightSyncError naming engine and tensor if an engine did not receive, or does not compute with, what
-        the learner has.
+        the learner has; EngineError if the learner fails, or an engine is lost more often than it may be.
         """
-        start = time.monotonic()
-        self._on_engines("begin_update")
-        for index in range(len(self.plan.buckets)):
-            self._move_bucket(index)
-        self._on_engines("finish_update", version)
-        difference = self._compare_probe(version) if self.verify else float("nan")
-        return PublishReport(time.monotonic() - start, self.plan.total_bytes, difference)
+        self.version = version
+        while True:
+            try:
+                return self._send(self._await_engines())
+            except _BrokenOffError:
+                continue  # Once more, to those that are left.
 
-    def _move_bucket(self, index: int) -> None:
+    def bring(self) -> bool:
+        """Bring engines that were started anew to the weights in force; False if there are none. Raises as `publish`.
+
+        Only for the loop, and only while the learner has the weights of the last publish.
+        """
+        loaded = [engine for engine in self.engines if engine.state is EngineState.LOADED]
+        if not loaded:
+            return False
+        # One that is lost again meanwhile is started anew once more, and gets them after that.
+        with suppress(_BrokenOffError):
+            self._send(loaded)
+        return True
+
+    def _await_engines(self) -> list[RemoteEngine]:
+        """The engines that run; waits, if there are none, for one that is being started anew."""
+        with waiting(self.restarts.starting(), deadline_s=None):
+            while not (engines := [engine for engine in self.engines if engine.state is not EngineState.STARTING]):
+                # Holds the deadline of each start.
+                self.restarts.advance()
+                time.sleep(LOOK_S)
+        return engines
+
+    def _send(self, engines: list[RemoteEngine]) -> PublishReport:
+        start = time.monotonic()
+        chosen = set(engines)
+        receivers = [(place, engine.incarnation) for place, engine in enumerate(self.engines) if engine in chosen]
+        if self.plan.channel.needs_both_sides and receivers != self._receivers:
+            self._make_plan(receivers)
+        self._on_engines(engines, "begin_update")
+        for index in range(len(self.plan.buckets)):
+            self._move_bucket(engines, index)
+        self._on_engines(engines, "finish_update", self.version)
+        paused = time.monotonic() - start
+        difference = self._compare_probe(engines) if self.verify else float("nan")
+        for engine, (_, incarnation) in zip(engines, receivers, strict=True):
+            self.restarts.holds_weights(engine, incarnation)
+        return PublishReport(time.monotonic() - start, paused, self.plan.total_bytes, difference)
+
+    def _make_plan(self, receivers: list[tuple[int, int]]) -> None:
+        channel = self._open_channel([index for index, _ in receivers])
+        self.plan, self._receivers = self.learner.weight_plan(self.bucket_bytes, channel), receivers
+
+    def _move_bucket(self, engines: list[RemoteEngine], index: int) -> None:
         sending = self.learner.submit_fill_bucket(index)
         if not self.plan.channel.needs_both_sides:
             sent = gather(sending, deadline_s=self.call_timeout_s)[0]
-            loading = [engine.submit("load_bucket", self.plan, index) for engine in self.engines]
-            received = gather(loading, deadline_s=self.call_timeout_s)
+            received = self._on_engines(engines, "load_bucket", self.plan, index)
         else:
-            loading = [engine.submit("load_bucket", self.plan, index) for engine in self.engines]
-            results = gather([*sending, *loading], deadline_s=self.call_timeout_s)
+            loading = [engine.submit("load_bucket", self.plan, index) for engine in engines]
+            results = self._results(sending, loading)
             sent, received = results[0], results[len(sending) :]
         if self.verify:
-            for engine, checksums in zip(self.engines, received, strict=True):
+            for engine, checksums in zip(engines, received, strict=True):
                 compare_checksums(sent, checksums, engine.name)
 
-    def _compare_probe(self, version: int) -> float:
-        calls = [learner_rank.submit("probe", self.probe_tokens) for learner_rank in self.learner.ranks]
-        calls += [engine.submit("probe", self.probe_tokens) for engine in self.engines]
-        results = gather(calls, deadline_s=self.call_timeout_s)
-        expected, found = results[0], results[len(self.learner.ranks) :]
+    def _compare_probe(self, engines: list[RemoteEngine]) -> float:
+        sending = [learner_rank.submit("probe", self.probe_tokens) for learner_rank in self.learner.ranks]
+        results = self._results(sending, [engine.submit("probe", self.probe_tokens) for engine in engines])
+        expected, found = results[0], results[len(sending) :]
         worst = 0.0
-        for engine, log_probs in zip(self.engines, found, strict=True):
+        for engine, log_probs in zip(engines, found, strict=True):
             difference = float(np.abs(np.asarray(log_probs) - np.asarray(expected)).max())
             # The negation is true for NaN as well.
             if not difference <= self.tolerance:
                 raise WeightSyncError(
-                    f"{engine.name} does not compute with the trainer's weights of version {version}: log-probs of "
-                    f"the probe differ by {difference:.3g}, expected at most {self.tolerance:g}"
+                    f"{engine.name} does not compute with the trainer's weights of version {self.version}: log-probs "
+                    f"of the probe differ by {difference:.3g}, expected at most {self.tolerance:g}"
                 )
             worst = max(worst, difference)
         return worst
 
-    def _on_engines(self, method: str, *arguments: object) -> None:
-        gather([engine.submit(method, *arguments) for engine in self.engines], deadline_s=self.call_timeout_s)
+    def _on_engines(self, engines: list[RemoteEngine], method: str, *arguments: object) -> list[Any]:
+        return self._results([], [engine.submit(method, *arguments) for engine in engines])
+
+    def _results(self, sending: list[PendingCall], loading: list[PendingCall]) -> list[Any]:
+        """The results of the learner's and the engines' calls, once all have ended.
+
+        Raises _BrokenOffError after a loss has been reported: what the others met in consequence is no error.
+        """
+        calls = [*sending, *loading]
+        found = outcomes(calls, deadline_s=self.call_timeout_s)
+        failed = {call: outcome for call, outcome in zip(calls, found, strict=True) if isinstance(outcome, Exception)}
+        lost = {call: error for call, error in failed.items() if isinstance(error, EngineLostError)}
+        losses = {call: error for call, error in lost.items() if call in loading}
+        if len(losses) < len(lost):
+            # A broadcast waits for all. One that hangs does not say that it is there.
+            losses = self._without_answer(losses)
+        for call, error in losses.items():
+            self.restarts.report(call, error)
+        if losses:
+            self._receivers = []  # A channel with an end that is gone is of no use.
+            raise _BrokenOffError
+        if failed:
+            # Of the learner's ranks the one that died, whatever the others met in consequence.
+            raise next(iter((lost or failed).values()))
+        return found
+
+    def _without_answer(self, losses: dict[PendingCall, EngineLostError]) -> dict[PendingCall, EngineLostError]:
+        """Those of the losses whose engine does not even say that it is there: not the learner is to blame for them."""
+        pings = [call.engine.submit("statistics") for call in losses]
+        answers = outcomes(pings, deadline_s=PING_DEADLINE_S)
+        return {call: losses[call] for call, answer in zip(losses, answers, strict=True) if _is_lost(answer)}
+
+
+def _is_lost(outcome: object) -> bool:
+    return isinstance(outcome, EngineLostError)
 
 
 def compare_checksums(sent: dict[str, int], received: dict[str, int], engine_name: str) -> None:
