@@ -20,10 +20,10 @@ steps: {steps}
 output_dir: {path}
 model: {{path: runs/demo/sft/export, dtype: auto}}
 data: {{source: 'reasoning_gym:chain_sum', rows: 4000}}
-reward: {{function: number}}
+reward: {{function: math}}
 rollout: {{engine: vllm, groups_per_step: 64, samples_per_prompt: 8, max_response_tokens: 16}}
 algorithm: {{kl_coefficient: 0.001}}
-training: {{learning_rate: 0.0003, zero_stage: 2, ranks: 1}}
+training: {{learning_rate: 0.0003, zero_stage: 2, data_parallel: 1}}
 """
 SFT_CONFIG = """\
 seed: 1
@@ -32,7 +32,7 @@ batch_size: 128
 output_dir: {path}
 model: {{path: runs/demo/policy}}
 data: {{source: 'reasoning_gym:chain_sum', response_key: answer}}
-training: {{learning_rate: 0.001, zero_stage: 2, ranks: 1}}
+training: {{learning_rate: 0.001, zero_stage: 2, data_parallel: 1}}
 """
 
 

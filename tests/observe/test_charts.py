@@ -1,3 +1,4 @@
+import math
 import re
 from xml.etree import ElementTree
 
@@ -5,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.observe.charts import MAX_POINTS, MAX_TICKS, Chart, Curve, draw, running_mean, thin
+from slipstream.observe.charts import MAX_POINTS, MAX_TICKS, Chart, Curve, Histogram, draw, running_mean, thin
 
 
 def test_a_chart_is_a_well_formed_svg_that_names_no_address() -> None:
@@ -49,6 +50,18 @@ def test_more_curves_than_colours_are_all_drawn() -> None:
 def test_labels_are_text_not_markup_and_not_formulas() -> None:
     svg = draw(Chart("x", [Curve("<script>$a_1$", [(1, 1.0), (2, 1.0)]), Curve("b", [(1, 1.0)])], "<b>"))
     assert "<script>" not in svg and "&lt;script&gt;$a_1$" in svg and "<b>" not in svg
+
+
+def test_a_histogram_shows_all_groups_in_the_same_bins_the_same_bytes_every_time() -> None:
+    histogram = Histogram("Scores", {"<right>": [0.9, 0.8, 0.85], "wrong": [0.1]})
+    svg = draw(histogram)
+    assert ElementTree.fromstring(svg).tag == "svg" and svg == draw(histogram)
+    assert ">&lt;right&gt;<" in svg and ">wrong<" in svg and ">score<" in svg
+
+
+@pytest.mark.parametrize("values", [[0.0], [2.0] * 3, [-1e300, 1e300], [0.5, math.nextafter(0.5, 1)]])
+def test_odd_scores_are_drawn(values: list[float]) -> None:
+    assert draw(Histogram("Scores", {"a": values})).startswith("<svg")
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=3 * MAX_POINTS))

@@ -24,7 +24,7 @@ def play(ledger: Ledger, fates: list[tuple[str, str]], *, first: int = 0) -> Non
         elif fate == "filtered":
             ledger.filtered(group, why)
         elif fate == "failed":
-            ledger.failed(group, why)
+            ledger.failed(group, why, kind="raised")
 
 
 @given(fates=groups)
@@ -77,7 +77,7 @@ def test_a_group_is_closed_only_once_and_only_after_it_was_issued(tmp_path: Path
         ledger.issued("0-1")
     ledger.trained("0-1", step=1)
     with pytest.raises(LedgerError, match="'0-1' is failed, but it is already closed"):
-        ledger.failed("0-1", "engine died")
+        ledger.failed("0-1", "engine died", kind="killed")
     with pytest.raises(LedgerError, match="issued a second time"):
         ledger.issued("0-1")
     assert read_balance(tmp_path / "ledger.jsonl") == LedgerBalance(1, 1, {}, {}, 0), "refused events are not written"

@@ -155,6 +155,18 @@ def test_a_run_that_has_just_started_has_a_report(tmp_path: Path) -> None:
     assert ">unfinished<" in Page(write_report(run.path)).html
 
 
+def test_the_bottleneck_is_named_in_words_and_staleness_is_drawn(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "steps: 5\n", "rl") as run:
+        writer = MetricsWriter(run.metrics_path)
+        for step in (1, 2):
+            line = {"time/step": 2.0, "idle/learner": 0.75, "idle/reward_engine": 0.05}
+            writer.write(step, step, metrics=line | {"staleness/mean": 0.5, "staleness/max": 1.0})
+        page = Page(write_report(run.path))
+    text = "The reward engine was the bottleneck: busy 95% of the time, 70 points more than the next (the learner 25%)."
+    assert text in page.html
+    assert "Staleness" in page.headings
+
+
 def test_a_killed_run_with_half_lines_has_a_report(make_run: MakeRun) -> None:
     run = make_run("run")
     for path in (run.metrics_path, run.evaluations_path, run.ledger_path):

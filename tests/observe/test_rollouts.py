@@ -26,6 +26,7 @@ def make_trajectory(*, mask: list[bool], reward: float | None) -> Trajectory:
         fields={},
         reward=reward,
         reward_parts={"correct": 1.0},
+        answer="four",
         seconds=0.5,
     )
 
@@ -40,6 +41,7 @@ def test_a_rollout_file_is_readable_and_has_no_arrays(tmp_path: Path) -> None:
         "prompt": "2 + 2?\n",
         "response": "4 \u2713",
         "label": "4",
+        "answer": "four",
         "reward": 1.0,
         "reward_parts": {"correct": 1.0},
         "finish_reason": "stop",

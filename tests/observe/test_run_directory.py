@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.errors import RunDirectoryError
 from slipstream.observe.environment import describe_environment, redact
-from slipstream.observe.run_directory import RunDirectory, differing_keys, parse_config
+from slipstream.observe.run_directory import RunDirectory, differences, parse_config
 
 CONFIG = "seed: 1\noutput_dir: here\nmodel:\n  path: a\n  dtype: auto\ntraining: {betas: [0.9, 0.95]}\n"
 
@@ -86,12 +86,12 @@ def test_a_run_that_failed_before_its_first_step_is_replaced_by_a_mended_one(tmp
     assert (tmp_path / "run" / "config.yaml").read_text() == mended
 
 
-def test_another_configuration_is_refused_and_the_differing_keys_are_named(tmp_path: Path) -> None:
+def test_another_configuration_is_refused_and_the_differences_are_named(tmp_path: Path) -> None:
     begun(tmp_path / "run")
     other = CONFIG.replace("seed: 1", "seed: 2").replace("path: a", "path: b").replace("here", "there")
     with pytest.raises(RunDirectoryError) as error:
         RunDirectory.create(tmp_path / "run", other, "rl")
-    assert "(differing: model.path, seed)" in str(error.value)
+    assert "(model.path: a there, b here; seed: 1 there, 2 here)" in str(error.value)
     assert "choose another output_dir or remove it" in str(error.value)
     assert (tmp_path / "run" / "config.yaml").read_text() == CONFIG
 
@@ -173,11 +173,12 @@ def test_a_forked_child_that_outlives_its_killed_parent_does_not_keep_the_lock(t
         os.kill(child, signal.SIGKILL)
 
 
-def test_differing_keys_are_dotted_sorted_and_do_not_contain_the_place() -> None:
+def test_differences_are_dotted_sorted_have_both_values_and_do_not_contain_the_place() -> None:
     first = {"a": 1, "b": {"c": [1], "d": {}}, "output_dir": "x"}
     second = {"a": 1, "b": {"c": [2]}, "e": None, "output_dir": "y"}
-    assert differing_keys(first, second) == ["b.c", "b.d", "e"]
-    assert differing_keys(first, first) == []
+    expected = ["b.c: [1] there, [2] here", "b.d: {} there, unset here", "e: unset there, None here"]
+    assert differences(first, second) == expected
+    assert differences(first, first) == []
 
 
 @pytest.mark.parametrize(("text", "said"), [("a: [", "not valid YAML"), ("- 1", "found list"), ("", "found NoneType")])

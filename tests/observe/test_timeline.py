@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 
@@ -130,3 +131,19 @@ def test_a_killed_run_leaves_an_array_that_only_lacks_its_bracket(tmp_path: Path
     text = path.read_text()
     assert text.endswith(",\n")
     assert len([e for e in json.loads(text.rstrip(",\n") + "]") if e["ph"] == "X"]) == 3
+
+
+def test_several_threads_may_record_at_the_same_time(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    timeline = Timeline(path)
+    start = time.time()
+
+    def record(thread: int) -> None:
+        for number in range(200):
+            timeline.add(f"lane {number % 7}", f"{thread}", start=start + number, end=start + number + 0.5)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(record, range(8)))
+    timeline.close()
+    assert len([event for event in json.loads(path.read_text()) if event["ph"] == "X"]) == 8 * 200
+    assert sorted(lane_names(path).values()) == [f"lane {lane}" for lane in range(7)]

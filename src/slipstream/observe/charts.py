@@ -1,4 +1,4 @@
-"""Curves as inline SVG for the report: drawn by Matplotlib, coloured by the page.
+"""Curves and histograms as inline SVG for the report: drawn by Matplotlib, coloured by the page.
 
 Lines keep their own colours; text, axes and grid take the page's text colour (`currentColor`), so that one picture
 serves a light and a dark page. Nothing in the SVG refers to anything outside of it.
@@ -7,7 +7,7 @@ serves a light and a dark page. Nothing in the SVG refers to anything outside of
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ MAX_POINTS = 400
 # A running mean is drawn over the curve from this many points on; its window is this share of the points.
 SMOOTH_FROM_POINTS = 20
 SMOOTH_SHARE = 0.08
+BINS = 24
+# Values whose spread is a smaller share of them than this count as the same.
+NARROWEST = 1e-9
 
 Point = tuple[float, float]
 
@@ -54,7 +57,16 @@ class Chart:
     x_label: str = "step"
 
 
-def draw(chart: Chart) -> str:
+@dataclass(frozen=True)
+class Histogram:
+    """How the values of each group are spread: label -> values, finite and at least one. All groups share the bins."""
+
+    title: str
+    groups: Mapping[str, Sequence[float]]
+    x_label: str = "score"
+
+
+def draw(chart: Chart | Histogram) -> str:
     """The chart as an `<svg>` element, the same bytes every time."""
     import matplotlib
 
@@ -78,11 +90,10 @@ def draw(chart: Chart) -> str:
         return _inline(_render(chart))
 
 
-def _render(chart: Chart) -> str:
+def _render(chart: Chart | Histogram) -> str:
     # The figure class alone: pyplot would look for a display and keep figures alive.
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
     figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
     FigureCanvasSVG(figure)
@@ -90,6 +101,22 @@ def _render(chart: Chart) -> str:
     axes.patch.set_alpha(0)
     axes.grid(axis="y", color=TEXT_COLOR, alpha=0.12, linewidth=0.6)
     axes.set_axisbelow(True)
+    if isinstance(chart, Histogram):
+        _draw_bars(axes, chart)
+    else:
+        _draw_curves(axes, chart)
+    if len(chart.groups if isinstance(chart, Histogram) else chart.curves) > 1:
+        figure.legend(
+            loc="outside upper left", ncols=4, frameon=False, handlelength=1.2, columnspacing=1.2, borderaxespad=0.1
+        )
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return text.getvalue()
+
+
+def _draw_curves(axes: Any, chart: Chart) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
+
     (_draw_areas if chart.stacked else _draw_lines)(axes, chart)
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.unit)
@@ -106,13 +133,6 @@ def _render(chart: Chart) -> str:
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
         axes.yaxis.set_major_formatter("{x:.0e}")
         axes.yaxis.set_minor_locator(NullLocator())
-    if len(chart.curves) > 1:
-        figure.legend(
-            loc="outside upper left", ncols=4, frameon=False, handlelength=1.2, columnspacing=1.2, borderaxespad=0.1
-        )
-    text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return text.getvalue()
 
 
 def _draw_lines(axes: Any, chart: Chart) -> None:
@@ -148,6 +168,26 @@ def _draw_areas(axes: Any, chart: Chart) -> None:
         steps, heights = [steps[0] - 0.4, steps[0] + 0.4], [row * 2 for row in heights]
     axes.stackplot(steps, heights, labels=labels, colors=colors, alpha=0.8, linewidth=0)
     axes.margins(x=0)
+
+
+def _draw_bars(axes: Any, chart: Histogram) -> None:
+    """The share of each group's values that falls into each bin, so that groups of other sizes can be compared."""
+    import numpy as np
+    from matplotlib.ticker import PercentFormatter
+
+    # Of all values together, so that the bars of all groups stand in the same places.
+    values_of_all = [value for values in chart.groups.values() for value in values]
+    low, high = min(values_of_all), max(values_of_all)
+    if high - low <= NARROWEST * max(abs(low), abs(high)):  # No room for bins between numbers.
+        margin = abs(high) or 1.0
+        low, high = low - margin, high + margin
+    edges = np.linspace(low, high, BINS + 1)
+    for (label, values), color in zip(chart.groups.items(), PALETTE, strict=False):
+        shares = np.full(len(values), 1 / len(values))
+        axes.hist(values, bins=edges, weights=shares, color=color, alpha=0.55, label=label)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel("share")
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
 
 
 def _spread(ticks: Sequence[tuple[float, str]], limit: int) -> list[tuple[float, str]]:

@@ -9,9 +9,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slipstream.errors import RunDirectoryError, TrainingError
 
@@ -99,15 +99,13 @@ def _set_aside(target: Path) -> tuple[Path, Path]:
     return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.removed")
 
 
-def write_text_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`: a reader, or a crash at any moment, sees the old content or the new, never a mixture.
-
-    Raises TrainingError on a full disk; the old content is then still there.
-    """
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` at the end, made durable; after an error inside `path` is as it was."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with storage_errors(path), partial.open("wb") as stream:
-            stream.write(encode(text))
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
@@ -117,9 +115,31 @@ def write_text_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text`: a reader, or a crash at any moment, sees the old content or the new, never a mixture.
+
+    Raises TrainingError on a full disk; the old content is then still there.
+    """
+    with _replacing(path) as stream:
+        stream.write(encode(text))
+
+
 def write_json_atomically(path: Path, record: Any) -> None:
     """`write_text_atomically` of an indented JSON document."""
     write_text_atomically(path, to_json(record, indent=2) + "\n")
+
+
+def replace_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
+    """Replace `path` by one JSON object a line, as `write_text_atomically` does; returns how many there are.
+
+    `records` is read as it is written. Raises ValueError on NaN or infinity.
+    """
+    count = 0
+    with _replacing(path) as stream:
+        for record in records:
+            stream.write(encode(to_json(record) + "\n"))
+            count += 1
+    return count
 
 
 class LineFile:
@@ -193,7 +213,7 @@ class JsonLinesFile(LineFile):
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines from the first one on whose `step` exceeds `step` (lines are in the order of their steps)."""
-        for start, record in _records(self.path):
+        for start, record in json_line_records(self.path):
             if record["step"] > step:
                 self.truncate(start)
                 return
@@ -205,11 +225,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     A last line without newline (its writer was killed) is left out. Raises RunDirectoryError, naming the line, if
     another line is not a JSON object.
     """
-    return [record for _, record in _records(path)] if path.exists() else []
+    return [record for _, record in json_line_records(path)] if path.exists() else []
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Byte offset and object of every whole line."""
+def json_line_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Byte offset and object of every whole line. Raises as `read_json_lines` does."""
     offset = 0
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):

@@ -4,6 +4,7 @@ Each change is one line of `ledger.jsonl`, so a prompt that vanished without a t
 ledger counts groups (prompt occurrences), not single trajectories.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self._file = JsonLinesFile(path)
+        # In an asynchronous run prompts are issued and dropped while the loop enters what it trained on.
+        self._lock = threading.Lock()
         self._account = _replay(path)
 
     def issued(self, group_id: str) -> None:
@@ -100,9 +103,9 @@ class Ledger:
         """The group was left out on purpose (constant rewards, too long). Raises LedgerError if it is not pending."""
         self._record("filtered", group_id, why=why)
 
-    def failed(self, group_id: str, why: str) -> None:
-        """The group was lost to a fault (reward failed, engine died). Raises LedgerError if it is not pending."""
-        self._record("failed", group_id, why=why)
+    def failed(self, group_id: str, why: str, *, kind: str) -> None:
+        """The group was lost to a fault of that kind (`FailureKind`). Raises LedgerError if it is not pending."""
+        self._record("failed", group_id, why=why, kind=kind)
 
     @property
     def pending(self) -> frozenset[str]:
@@ -143,16 +146,21 @@ class Ledger:
         """Close the file."""
         self._file.close()
 
-    def _record(self, event: LedgerEvent, group_id: str, *, why: str = "", step: int | None = None) -> None:
-        self._account.check(event, group_id)
+    def _record(
+        self, event: LedgerEvent, group_id: str, *, why: str = "", kind: str = "", step: int | None = None
+    ) -> None:
         record: dict[str, Any] = {"event": event, "group": group_id}
+        if kind:
+            record["kind"] = kind
         if why:
             record["why"] = why
         if step is not None:
             record["step"] = step
-        # Written before it is counted: if the disk is full, the account stays what the file says.
-        self._file.write(record)
-        self._account.apply(event, group_id, why=why)
+        with self._lock:
+            self._account.check(event, group_id)
+            # Written before it is counted: if the disk is full, the account stays what the file says.
+            self._file.write(record)
+            self._account.apply(event, group_id, why=why)
 
 
 def read_balance(path: Path) -> LedgerBalance:

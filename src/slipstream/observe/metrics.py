@@ -1,8 +1,9 @@
 """The numbers of a run: `metrics.jsonl`, one line a step, exact to the last bit.
 
 Names are grouped by a prefix: `reward/mean`, `policy/kl`, `response_length/mean`, `time/generate`,
-`throughput/tokens_per_s`, `memory/learner_bytes`. What is measured in seconds or bytes differs from run to run; all
-else is the same whenever the run is repeated, and `deterministic_part` keeps just that.
+`throughput/tokens_per_s`, `memory/learner_bytes`. What is measured in seconds or bytes, and what happened to the
+engines, differs from run to run; all else is the same whenever the run is repeated, and `deterministic_part` keeps
+just that.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 from slipstream.observe.files import JsonLinesFile, read_json_lines
 
-MEASURED_PREFIXES = ("time/", "throughput/", "memory/")
+MEASURED_PREFIXES = ("time/", "throughput/", "memory/", "idle/", "pause/", "faults/")
 RESERVED_NAMES = ("step", "policy_version", "non_finite")
 
 

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.evaluation import FIRST_SET
+from slipstream.config.pipeline import COMPARED_STAGES, PIPELINE_STAGES
 from slipstream.observe.best import Best, read_best
-from slipstream.observe.charts import Chart, Curve, draw
+from slipstream.observe.bottleneck import bottleneck_text
+from slipstream.observe.charts import Chart, Curve, Histogram, draw
 from slipstream.observe.evaluations import Evaluation, EvaluationSample, by_dataset, pair_samples, read_evaluations
 from slipstream.observe.files import write_text_atomically
 from slipstream.observe.ledger import LedgerBalance, read_balance
 from slipstream.observe.metrics import read_metrics
+from slipstream.observe.report_engines import engine_charts
 from slipstream.observe.report_evaluations import (
     ResultsTable,
     accuracy_charts,
@@ -26,15 +29,17 @@ from slipstream.observe.report_evaluations import (
     share_text,
 )
 from slipstream.observe.run_directory import RunDirectory, parse_config
+from slipstream.observe.scores import score_histogram
 
 TEMPLATE = "report.html.j2"
 SHOWN_SAMPLES = 8
-PIPELINE_STAGES = ("sft", "rl")
 TITLES = {
     "rl": "Reinforcement learning",
     "sft": "Supervised fine-tuning",
     "reward-model": "Reward model",
+    "preference": "Preference training",
     "evaluate": "Evaluation",
+    "generate": "Generation",
     "pipeline": "Pipeline",
 }
 REWARD_PART_PREFIX = "reward_part/"
@@ -50,14 +55,18 @@ OVERVIEW_KEYS = (
     "steps",
     "seed",
     "batch_size",
+    "loss",
+    "beta",
     "rollout.engine",
     "rollout.groups_per_step",
     "rollout.samples_per_prompt",
     "rollout.max_response_tokens",
+    "rollout.max_staleness",
     "algorithm.kl_coefficient",
     "training.learning_rate",
     "training.zero_stage",
-    "training.ranks",
+    "training.data_parallel",
+    "training.sequence_parallel",
 )
 
 
@@ -75,8 +84,9 @@ class _CurveChart:
 METRIC_CHARTS = (
     _CurveChart("Reward", (("reward/mean", "mean"),), band="reward/std"),
     _CurveChart("Loss", (("loss", "training"), ("evaluation/loss", "held out")), unit="nats"),
-    _CurveChart("Preferences met", (("accuracy", "training"), ("evaluation/accuracy", "held out")), unit="share"),
+    _CurveChart("Accuracy", (("accuracy", "training"), ("evaluation/accuracy", "held out")), unit="share"),
     _CurveChart("Scores", (("chosen_score", "better answers"), ("rejected_score", "worse answers"))),
+    _CurveChart("Implicit rewards", (("chosen_reward", "better answers"), ("rejected_reward", "worse answers"))),
     _CurveChart("Response length", (("response_length/mean", "mean"),), unit="tokens"),
     _CurveChart(
         "KL and mismatch",
@@ -84,12 +94,23 @@ METRIC_CHARTS = (
         unit="nats per token",
         logarithmic=True,
     ),
+    _CurveChart(
+        "Divergence from the teacher",
+        (
+            ("teacher/reverse_kl", "own answers"),
+            ("divergence", "training"),
+            ("evaluation/divergence", "held out"),
+        ),
+        unit="nats per token",
+    ),
     _CurveChart("Policy loss", (("policy/loss", "loss"),)),
     _CurveChart("Entropy", (("policy/entropy", "entropy"),), unit="nats per token"),
     _CurveChart("Clipped tokens", (("policy/clip_share", "clipped"),), unit="share"),
     _CurveChart("Gradient norm", (("policy/gradient_norm", "RL"), ("gradient_norm", "supervised"))),
     _CurveChart("Learning rate", (("policy/learning_rate", "RL"), ("learning_rate", "supervised"))),
     _CurveChart("Throughput", (("throughput/tokens_per_s", "tokens/s"),), unit="tokens per second"),
+    _CurveChart("Staleness", (("staleness/mean", "mean"), ("staleness/max", "largest")), unit="publishes"),
+    _CurveChart("Effective sample size", (("policy/correction_effective_share", "of the tokens"),), unit="share"),
 )
 
 
@@ -133,7 +154,8 @@ def _stages(run: RunDirectory) -> list[RunDirectory]:
     """The run itself, or the stages of a pipeline in their order, as far as they have been started."""
     if run.workflow != "pipeline":
         return [run]
-    folders = [run.path / name for name in PIPELINE_STAGES]
+    names = (*PIPELINE_STAGES, *(f"comparison/{name}" for name in COMPARED_STAGES))
+    folders = [run.path / name for name in names]
     return [RunDirectory.open(folder) for folder in folders if (folder / "config.yaml").exists()]
 
 
@@ -151,6 +173,7 @@ class _Section:
     best: Best | None
     samples: list[tuple[EvaluationSample | None, EvaluationSample]]
     ledger: LedgerBalance | None
+    bottleneck: str | None
     steps_done: int
     steps_total: int | None
     last: dict[str, Any]
@@ -168,16 +191,25 @@ def _section(run: RunDirectory) -> _Section:
         workflow=run.workflow,
         status=_status(run),
         overview=[(key, value) for key in OVERVIEW_KEYS if (value := _lookup(config, key)) is not None],
-        charts=[(chart.title, draw(chart)) for chart in _charts(lines, sets)],
+        charts=[(chart.title, draw(chart)) for chart in _pictures(run, lines, sets)],
         results=[results_table(dataset, of_set) for dataset, of_set in sets.items()],
         evaluations=evaluations,
         best=read_best(run.best_path),
         samples=_samples(evaluations),
         ledger=ledger if ledger is not None and ledger.issued else None,
+        bottleneck=bottleneck_text(lines),
         steps_done=max((int(line["step"]) for line in lines), default=0),
         steps_total=steps if isinstance(steps, int) else None,
         last=_last_values(lines),
     )
+
+
+def _pictures(
+    run: RunDirectory, lines: Sequence[Mapping[str, Any]], sets: Mapping[str, Sequence[Evaluation]]
+) -> list[Chart | Histogram]:
+    """All charts, and how the scores of a reward model are spread at its end."""
+    histogram = score_histogram(run.scores_path)
+    return [*_charts(lines, sets), *([] if histogram is None else [histogram])]
 
 
 def _charts(lines: Sequence[Mapping[str, Any]], sets: Mapping[str, Sequence[Evaluation]]) -> list[Chart]:
@@ -190,6 +222,7 @@ def _charts(lines: Sequence[Mapping[str, Any]], sets: Mapping[str, Sequence[Eval
         *(_metric_chart(spec, lines) for spec in METRIC_CHARTS[2:]),
         *(chart for dataset, evaluations in repeated.items() for chart in answer_charts(dataset, evaluations)),
         _phase_chart(lines),
+        *engine_charts(lines),
     ]
     return [chart for chart in charts if chart.curves]
 

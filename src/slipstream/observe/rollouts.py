@@ -29,6 +29,7 @@ def _readable(trajectory: Trajectory) -> dict[str, Any]:
         "prompt": trajectory.prompt_text,
         "response": trajectory.response_text,
         "label": trajectory.label,
+        "answer": trajectory.answer,
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
         "finish_reason": trajectory.finish_reason,

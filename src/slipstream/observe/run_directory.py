@@ -4,7 +4,8 @@
     environment.json    versions, machine, command line      checkpoints/    to resume from
     metrics.jsonl       numbers, one line a step             export/         the policy in Hugging Face format
     evaluations.jsonl   accuracy on held-out prompts         tensorboard/    event files
-    timeline.json       Chrome trace, a lane per engine      summary.json    the result; written last
+    answers.jsonl       what `generate` was answered         summary.json    the result; written last
+    timeline.json       Chrome trace, a lane per engine
     ledger.jsonl        what became of every prompt          report.html     all of it to look at
 
 This module owns the directory itself: that it is not another run's, and that one process at a time works in it. The
@@ -116,7 +117,7 @@ class RunDirectory:
     @property
     def has_begun(self) -> bool:
         """Whether there is anything to lose: a step, an evaluation, a checkpoint, a stage of a pipeline, a result."""
-        records = (self.metrics_path, self.evaluations_path)
+        records = (self.metrics_path, self.evaluations_path, self.answers_path)
         stages = [self.path / name for name in ("policy", "sft", "rl")]
         return (
             self.finished
@@ -139,6 +140,16 @@ class RunDirectory:
     def evaluations_path(self) -> Path:
         """For `EvaluationWriter`."""
         return self.path / "evaluations.jsonl"
+
+    @property
+    def answers_path(self) -> Path:
+        """For the answers of `generate`."""
+        return self.path / "answers.jsonl"
+
+    @property
+    def scores_path(self) -> Path:
+        """For `write_scores`: what a reward model made of the rows it was measured on."""
+        return self.path / "scores.jsonl"
 
     @property
     def timeline_path(self) -> Path:
@@ -208,12 +219,27 @@ def parse_config(text: str) -> dict[str, Any]:
     return config
 
 
-def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the keys whose values differ, or that only one of two configurations has; sorted."""
-    one, other = _flatten(first), _flatten(second)
-    missing = object()
-    names = sorted(one.keys() | other.keys())
-    return [name for name in names if name not in IGNORED_KEYS and one.get(name, missing) != other.get(name, missing)]
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The keys in which two configurations differ, dotted and sorted, each with both values: 'seed: 1 there, 2 here'.
+
+    A key that only one of them has is 'unset' in the other.
+    """
+    one, other = _flatten(there), _flatten(here)
+    names = sorted((one.keys() | other.keys()) - set(IGNORED_KEYS))
+    unset = object()
+    pairs = [(name, one.get(name, unset), other.get(name, unset)) for name in names]
+    return [
+        f"{name}: {'unset' if first is unset else first} there, {'unset' if second is unset else second} here"
+        for name, first, second in pairs
+        if first != second
+    ]
+
+
+def differences_text(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first of the differences in one line, for an error message; empty if there is none."""
+    all_of_them = differences(there, here)
+    more = len(all_of_them) - SHOWN_DIFFERENCES
+    return "; ".join(all_of_them[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -246,16 +272,11 @@ def require_run_or_empty(path: Path) -> None:
 
 
 def _why_taken(path: Path, config_text: str) -> str:
-    differing = differing_keys(
+    differing = differences_text(
         parse_config((path / "config.yaml").read_text(encoding="utf-8")), parse_config(config_text)
     )
     if differing:
-        shown = ", ".join(differing[:SHOWN_DIFFERENCES])
-        more = f" and {len(differing) - SHOWN_DIFFERENCES} more" if len(differing) > SHOWN_DIFFERENCES else ""
-        return (
-            f"{path} holds a run with another configuration (differing: {shown}{more}): choose another output_dir or "
-            "remove it"
-        )
+        return f"{path} holds a run with another configuration ({differing}): choose another output_dir or remove it"
     if (path / "summary.json").exists():
         return f"the run in {path} is finished already: choose another output_dir or remove it to run again"
     return f"{path} holds an unfinished run with this configuration: go on with `slipstream resume {path}`"

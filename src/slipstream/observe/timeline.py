@@ -7,6 +7,7 @@ in the same file, with a gap where nothing ran. Format: "Trace Event Format" (Go
 
 import contextlib
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ class Timeline:
         self._file = LineFile(path)
         self._lanes: dict[str, _Lane] = {}
         self._closed = False
+        # In an asynchronous run responses and rewards arrive in a thread of their own.
+        self._lock = threading.Lock()
         events = read_timeline(path)
         origin = next((event for event in events if event["name"] == ORIGIN_EVENT), None)
         if origin is not None:
@@ -74,6 +77,10 @@ class Timeline:
         """
         if end < start:
             raise ValueError(f"span {name!r} of lane {lane!r} ends {start - end} s before it starts")
+        with self._lock:
+            self._add(lane, name, start=start, end=end, arguments=arguments)
+
+    def _add(self, lane: str, name: str, *, start: float, end: float, arguments: dict[str, Any] | None) -> None:
         if lane not in self._lanes:
             self._lanes[lane] = _Lane(process=len(self._lanes) + 1)
             self._name("process_name", lane, row=None, name=lane)
