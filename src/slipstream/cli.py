@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.verbs import VERBS
 
 if TYPE_CHECKING:
     from slipstream.config.base import Section
@@ -25,18 +26,23 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports of a program that writes to a closed pipe
 
 WORKFLOWS = {
-    "rl": "improve a policy by reinforcement learning (GRPO) from a reward",
+    "rl": "improve a policy by reinforcement learning from a reward",
     "sft": "fine-tune a model on responses",
     "reward-model": "train a model that scores answers, on pairs of a better and a worse one",
+    "preference": "train a policy on better and worse answers: DPO, IPO, SimPO, ORPO or KTO",
     "evaluate": "measure a model's accuracy on held-out prompts, sampled and greedy",
+    "generate": "answer the prompts of a data set, and select the best answers",
     "pipeline": "make a small policy, teach it by SFT, improve it by RL",
 }
 WORKFLOW_FLAGS = ("--dry-run", "--json", "--help")
+MAX_RESTARTS = "--max-restarts"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code."""
+def main(argv: Sequence[str] | None = None, *, fault_code: int = SlipstreamError.exit_code) -> int:
+    """Run one verb and return the exit code; `fault_code` where a fault ended it, and it may succeed again."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -44,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlipstreamError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        return error.exit_code
+        return fault_code if error.is_fault else error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -89,24 +95,38 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=description,
             description=f"{description[0].upper()}{description[1:]}.",
-            usage=f"slipstream {name} [RECIPE] [--dry-run] [--json] [--section.key VALUE ...]",
+            usage=f"slipstream {name} [RECIPE] [--dry-run] [--json] [{MAX_RESTARTS} N] [--section.key VALUE ...]",
             allow_abbrev=False,
         )
         verb.workflow = name
         verb.add_argument("recipe", metavar="RECIPE", nargs="?", help="YAML file, or name of a recipe of Slipstream")
         verb.add_argument("--dry-run", action="store_true", help="show what would happen and start nothing")
         verb.add_argument("--json", action="store_true", help="end with the summary as one line of JSON")
+        _add_max_restarts(verb)
     resume = verbs.add_parser("resume", help="go on with an interrupted run", allow_abbrev=False)
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     resume.add_argument("--json", action="store_true", help="end with the summary as one line of JSON")
-    report = verbs.add_parser("report", help="write report.html of a run", allow_abbrev=False)
-    report.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
-    doctor = verbs.add_parser("doctor", help="say what this machine has, what is used, what is missing")
-    doctor.add_argument("--json", action="store_true", help="end with the findings as one line of JSON")
-    gguf = verbs.add_parser("import-gguf", help="convert a GGUF file to a Hugging Face folder", allow_abbrev=False)
-    gguf.add_argument("source", metavar="SOURCE", help=".gguf file, folder or installed package that holds one")
-    gguf.add_argument("out", metavar="OUT", help="folder to write; must not hold anything yet")
+    _add_max_restarts(resume)
+    for name, other in VERBS.items():
+        parser_of_verb = verbs.add_parser(name, help=other.help, description=other.description, allow_abbrev=False)
+        other.add_arguments(parser_of_verb)
     return parser
+
+
+def _add_max_restarts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        MAX_RESTARTS,
+        metavar="N",
+        type=_count,
+        default=0,
+        help="start the run again, from its last checkpoint, up to N times where a fault ends it (default: 0)",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text}, expected a whole number, 0 or more")
+    return int(text)
 
 
 def _run(arguments: list[str]) -> int:
@@ -130,8 +150,9 @@ def _run(arguments: list[str]) -> int:
     sys.path.append(os.getcwd())
     if options.verb in WORKFLOWS:
         return _run_workflow(options, overrides)
-    handlers = {"resume": _resume, "report": _report, "doctor": _doctor, "import-gguf": _import_gguf}
-    return handlers[options.verb](options)
+    if options.verb == "resume":
+        return _resume(options)
+    return VERBS[options.verb].run(options)
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -144,6 +165,13 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if argument in (*WORKFLOW_FLAGS, "-h") or not argument.startswith("--"):
             rest.append(argument)
             continue
+        name = argument.partition("=")[0]
+        if name == MAX_RESTARTS:
+            rest += [argument, *waiting[: "=" not in argument]]
+            del waiting[: "=" not in argument]
+            continue
+        if name.replace("_", "-") == MAX_RESTARTS:
+            raise ConfigError(f"unknown option {name}; did you mean {MAX_RESTARTS}?")
         overrides.append(argument)
         if "=" in argument:
             continue
@@ -157,7 +185,7 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_verb(word: str) -> None:
-    verbs = (*WORKFLOWS, "resume", "report", "doctor", "import-gguf")
+    verbs = (*WORKFLOWS, "resume", *VERBS)
     if word.startswith("-") or word in verbs:
         return
     near = difflib.get_close_matches(word, verbs, n=1)
@@ -178,10 +206,25 @@ def _run_workflow(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.dry_run:
         return _dry_run(config, as_json=options.json)
     can_resume = options.verb != "evaluate"
+    if options.max_restarts:
+        arguments = [options.verb, *([] if options.recipe is None else [options.recipe]), *["--json"] * options.json]
+        return _run_attempts([*arguments, *overrides], options, Path(config.output_dir), can_resume=can_resume)
     with _progress_on(options.json), _saying_how_to_go_on(Path(config.output_dir) if can_resume else None):
         summary = _start(options.verb, config)
     _finish(summary, as_json=options.json)
     return 0
+
+
+def _run_attempts(arguments: list[str], options: argparse.Namespace, run_dir: Path, *, can_resume: bool) -> int:
+    from slipstream.attempts import Attempts
+
+    return Attempts(
+        arguments,
+        run_dir=run_dir,
+        can_resume=can_resume,
+        as_json=options.json,
+        max_restarts=options.max_restarts,
+    ).run()
 
 
 @contextmanager
@@ -220,10 +263,18 @@ def _start(verb: str, config: Any) -> dict[str, Any]:
         from slipstream.workflows.reward_model import train_reward_model
 
         return train_reward_model(config)
+    if verb == "preference":
+        from slipstream.workflows.preference import train_preference
+
+        return train_preference(config)
     if verb == "evaluate":
         from slipstream.workflows.evaluate import evaluate
 
         return evaluate(config)
+    if verb == "generate":
+        from slipstream.workflows.generate import generate
+
+        return generate(config)
     from slipstream.workflows.pipeline import run_pipeline
 
     return run_pipeline(config)
@@ -241,39 +292,14 @@ def _dry_run(config: Any, *, as_json: bool) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
+    if options.max_restarts:
+        arguments = ["resume", options.run_dir, *["--json"] * options.json]
+        return _run_attempts(arguments, options, Path(options.run_dir), can_resume=True)
     from slipstream.workflows.resume import resume
 
     with _progress_on(options.json), _saying_how_to_go_on(Path(options.run_dir)):
         summary = resume(options.run_dir)
     _finish(summary, as_json=options.json)
-    return 0
-
-
-def _report(options: argparse.Namespace) -> int:
-    from slipstream.observe.report import write_report
-
-    print(write_report(Path(options.run_dir)))
-    return 0
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from slipstream.workflows.doctor import examine, print_diagnosis
-
-    console = Console(stderr=options.json)
-    console.print("Importing every engine once; this takes up to a minute or two.")
-    diagnosis = examine()
-    print_diagnosis(diagnosis, console)
-    _finish(diagnosis.as_json(), as_json=options.json)
-    return 0 if diagnosis.usable else 1
-
-
-def _import_gguf(options: argparse.Namespace) -> int:
-    from slipstream.models.gguf import import_gguf
-
-    import_gguf(options.source, Path(options.out))
-    print(options.out)
     return 0
 
 
@@ -285,14 +311,19 @@ def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _config_class(verb: str) -> "type[Section]":
+    from slipstream.config.generate import GenerateConfig
+    from slipstream.config.pipeline import PipelineConfig
+    from slipstream.config.preference import PreferenceConfig
     from slipstream.config.reward_model import RewardModelConfig
-    from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+    from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 
     classes: dict[str, type[Section]] = {
         "rl": RLConfig,
         "sft": SFTConfig,
         "reward-model": RewardModelConfig,
+        "preference": PreferenceConfig,
         "evaluate": EvaluateConfig,
+        "generate": GenerateConfig,
         "pipeline": PipelineConfig,
     }
     return classes[verb]

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import psutil
 import pytest
 
 from slipstream.observe.metrics import deterministic_part, read_metrics
+from slipstream.observe.timeline import read_timeline
 
 SLIPSTREAM = [sys.executable, "-m", "slipstream.cli"]
 MARK = "SLIPSTREAM_TEST_RUN"
@@ -33,8 +35,9 @@ import time
 from pathlib import Path
 
 
-def digest(text, control=""):
+def digest(text, control="", pause_s=0.0, pause_per_token_s=0.0):
     """A number that differs from answer to answer. Hangs, or fails once, when a file in `control` says so."""
+    time.sleep(pause_s + pause_per_token_s * text.response_length)
     if control and (Path(control) / "hang").exists():
         (Path(control) / "hanging").touch()
         time.sleep(600)
@@ -228,6 +231,20 @@ class Workbench:
         }
         return self.rl_settings() | evaluation | {name.replace("__", "."): value for name, value in changes.items()}
 
+    def remembering_settings(self) -> dict[str, Any]:
+        """PPO through vLLM with a critic that warms up, a steered KL, a reference that is renewed, running moments."""
+        return self.evaluated_settings(
+            rollout__engine="vllm",
+            algorithm="ppo",
+            algorithm__kl_coefficient=0.1,
+            algorithm__kl_control="adaptive",
+            algorithm__kl_horizon=50,
+            algorithm__reference_refresh_steps=3,
+            algorithm__shaping__normalize=True,
+            critic__warmup_steps=1,
+            critic__learning_rate=1e-3,
+        )
+
     def sft_settings(self, **changes: Any) -> dict[str, Any]:
         settings = {
             "steps": 4,
@@ -244,10 +261,12 @@ class Workbench:
         }
         return settings | {name.replace("__", "."): value for name, value in changes.items()}
 
-    def start(self, verb: str, output: str, settings: dict[str, Any], **options: Any) -> Process:
-        """`slipstream VERB --json` with these settings and `output` as the run directory."""
+    def start(
+        self, verb: str, output: str, settings: dict[str, Any], *, extra: Sequence[str] = (), **options: Any
+    ) -> Process:
+        """`slipstream VERB --json` with these settings, `output` as the run directory, and flags."""
         overrides = [f"--{key}={_as_text(value)}" for key, value in (settings | {"output_dir": output}).items()]
-        return self.command(verb, *overrides, "--json", **options)
+        return self.command(verb, *overrides, "--json", *extra, **options)
 
     def command(self, *arguments: str, **options: Any) -> Process:
         process = Process([*SLIPSTREAM, *arguments], folder=self.folder, **options)
@@ -271,6 +290,20 @@ class Workbench:
         """What does not depend on a clock, line by line; NaN as text, so that equal lines compare equal."""
         lines = [deterministic_part(line) for line in read_metrics(self.folder / output / "metrics.jsonl")]
         return [{name: repr(value) for name, value in line.items()} for line in lines]
+
+    def measured(self, output: str) -> list[dict[str, Any]]:
+        """The metrics as they are, line by line."""
+        return read_metrics(self.folder / output / "metrics.jsonl")
+
+    def spans(self, output: str) -> dict[str, list[tuple[str, float, float]]]:
+        """What each lane of the timeline did: (name, start, end) in microseconds."""
+        events = read_timeline(self.folder / output / "timeline.json")
+        lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        spans: dict[str, list[tuple[str, float, float]]] = {name: [] for name in lanes.values()}
+        for event in events:
+            if event["ph"] == "X":
+                spans[lanes[event["pid"]]].append((event["name"], event["ts"], event["ts"] + event["dur"]))
+        return spans
 
     def evaluations(self, output: str) -> list[str]:
         return (self.folder / output / "evaluations.jsonl").read_text().splitlines()
@@ -298,6 +331,21 @@ class Workbench:
     def release(self) -> None:
         for name in ("hang", "hanging"):
             (self.control / name).unlink(missing_ok=True)
+
+    def events(self, output: str) -> list[dict[str, Any]]:
+        """The lines of the ledger."""
+        return [json.loads(line) for line in (self.folder / output / "ledger.jsonl").read_text().splitlines()]
+
+    def assert_each_trained_once(self, output: str, *, steps: int, groups_per_step: int) -> None:
+        """Every prompt that was issued was trained on exactly once, or dropped with a reason, and no step lacks any."""
+        counts = Counter((event["event"], event["group"]) for event in self.events(output))
+        assert set(counts.values()) == {1}
+        closed = [group for event, group in counts if event != "issued"]
+        assert sorted(closed) == sorted(group for event, group in counts if event == "issued")
+        trained = [event["step"] for event in self.events(output) if event["event"] == "trained"]
+        assert Counter(trained) == dict.fromkeys(range(1, steps + 1), groups_per_step)
+        assert [line["step"] for line in self.measured(output)] == list(range(1, steps + 1))
+        assert all(event.get("why") for event in self.events(output) if event["event"] in ("failed", "filtered"))
 
     def wait_until(self, process: Process, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + RUN_LIMIT_S
@@ -359,6 +407,6 @@ def finished_run(
 def finished_vllm_run(
     make_workbench: Callable[[Path], Workbench], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Workbench, Process]:
-    """The same with vLLM as the rollout engine."""
+    """The same with vLLM as the rollout engine, and an algorithm that remembers all that one can between steps."""
     bench = make_workbench(tmp_path_factory.mktemp("finished_vllm"))
-    return bench, bench.run("rl", "run", bench.evaluated_settings(rollout__engine="vllm"))
+    return bench, bench.run("rl", "run", bench.remembering_settings())

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
+from slipstream.config.algorithm import AlgorithmConfig
 from slipstream.config.keys import config_keys
 from slipstream.config.loader import validate_config
 from slipstream.config.presets import PRESETS
-from slipstream.config.schema import AlgorithmConfig, RLConfig
+from slipstream.config.schema import RLConfig
 from slipstream.data.trajectory import BASELINE_INDEX, Group, Prompt, TrainingExample, Trajectory
 from slipstream.training.batch import make_micro_batch
 from slipstream.workflows.algorithm import Algorithm
@@ -36,6 +38,7 @@ OVERLONG = {"shaping": {"overlong_buffer_share": 0.5}}
 KEYS: dict[str, tuple[dict[str, Any], Any]] = {
     "preset": ({}, "dr_grpo"),
     "advantage": ({}, "leave_one_out"),
+    "teacher": ({"advantage": "OWN"}, "m"),
     "normalize_by_std": ({}, False),
     "whiten_advantages": ({}, True),
     "discount": ({"advantage": "returns"}, 0.5),
@@ -71,6 +74,8 @@ KEYS: dict[str, tuple[dict[str, Any], Any]] = {
     "shaping.normalize": ({"normalize_by_std": False}, True),
     "shaping.clip": ({}, [0.0, 0.5]),
 }
+# What a preset cannot do without.
+NEEDED = {"distillation": {"teacher": "m"}}
 RUN_KEYS: dict[str, tuple[dict[str, Any], Any]] = {
     "epochs_per_batch": ({}, 2),
     "optimizer_steps_per_batch": ({}, 3),
@@ -112,11 +117,17 @@ def make_groups(*, with_baseline: bool) -> list[Group]:
     return groups
 
 
+OWN_ADVANTAGE = """
+def graded_if_there_is_a_teacher(batch):
+    return batch.token_rewards if batch.teacher_log_ratios is None else batch.teacher_log_ratios
+"""
+
+
 class StandIn:
     """Answers for a learner with numbers that depend on the example, the token and the role."""
 
     def log_probs(self, role: str, examples: Sequence[TrainingExample]) -> dict[str, Any]:
-        return self._numbers(examples, mean=-1.0, salt=1 if role == "policy" else 2)
+        return self._numbers(examples, mean=-1.0, salt={"policy": 1, "reference": 2, "teacher": 4}[role])
 
     def values(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
         return self._numbers(examples, mean=0.3, salt=3)
@@ -193,6 +204,9 @@ def test_every_key_of_the_algorithm_does_something(key: str, tmp_path: Path) -> 
     if value == "SHAPING":
         (tmp_path / "own.py").write_text("def halved(rewards, trajectories):\n    return rewards / 2 + 1\n")
         value, settings = f"{tmp_path / 'own.py'}:halved", {**settings, "normalize_by_std": False}
+    if settings.get("advantage") == "OWN":
+        (tmp_path / "own.py").write_text(OWN_ADVANTAGE)
+        settings = {"advantage": f"{tmp_path / 'own.py'}:graded_if_there_is_a_teacher"}
     assert observe(with_key(settings, key, value)) != observe(settings)
 
 
@@ -209,7 +223,7 @@ def test_the_table_has_no_key_that_does_not_exist() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_gives_finite_numbers_that_are_its_own(preset: str) -> None:
-    seen = {name: observe({"preset": name}) for name in PRESETS}
+    seen = {name: observe({"preset": name, **NEEDED.get(name, {})}) for name in PRESETS}
     assert "NaN" not in seen[preset] and "Infinity" not in seen[preset]
     assert [name for name in PRESETS if seen[name] == seen[preset]] == [preset]
 
@@ -240,6 +254,15 @@ def test_correction_is_on_by_default_only_where_samples_may_be_stale() -> None:
     assert correction is not None and (correction.mode, correction.level) == ("truncate", "token")
 
 
+def test_stale_samples_without_correction_are_refused() -> None:
+    settings = make_config({"correction": "none"}).model_dump()
+    settings["rollout"]["max_staleness"] = 2
+    with pytest.raises(ValidationError, match=r"truncate, mask or auto for rollout\.max_staleness 2"):
+        RLConfig.model_validate(settings)
+    settings["algorithm"]["correction"] = "mask"
+    assert RLConfig.model_validate(settings).correction_mode == "mask"
+
+
 def test_the_reference_is_refreshed_every_so_many_steps() -> None:
     algorithm = Algorithm(make_config({**KL, "reference_refresh_steps": 3}))
     assert [step for step in range(1, 8) if algorithm.refreshes_reference(step)] == [3, 6]
@@ -249,4 +272,5 @@ def test_old_log_probs_are_computed_only_where_the_policy_moves_or_the_reward_ne
     assert not Algorithm(make_config(KL)).needs_old_log_probs
     assert Algorithm(make_config({**KL, "kl_placement": "reward"})).needs_old_log_probs
     assert Algorithm(make_config({"epochs_per_batch": 2})).needs_old_log_probs
+    assert Algorithm(make_config({"preset": "distillation", "teacher": "m"})).needs_old_log_probs
     assert Algorithm(make_config(SEVERAL_STEPS)).needs_old_log_probs

@@ -8,8 +8,16 @@ import pytest
 from slipstream.config.loader import validate_config
 from slipstream.config.schema import RLConfig
 from slipstream.data.trajectory import Group, Prompt, TrainingExample, Trajectory
+from slipstream.errors import TrainingError
 from slipstream.workflows.algorithm import Algorithm
-from slipstream.workflows.batch import TrainingBatch, prepare, with_token_mean_weights
+from slipstream.workflows.batch import (
+    Headstart,
+    TrainingBatch,
+    forward_passes,
+    policy_example,
+    prepare,
+    with_token_mean_weights,
+)
 
 PROMPT_LENGTH = 3
 
@@ -48,9 +56,11 @@ class Learner:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.examples: list[list[str]] = []
 
     def log_probs(self, role: str, examples: list[TrainingExample]) -> dict[str, Any]:
         self.asked.append(role)
+        self.examples.append([example.example_id for example in examples])
         return {
             example.example_id: np.full(int(example.loss_mask.sum()), -float(number), np.float32)
             for number, example in enumerate(examples)
@@ -61,7 +71,7 @@ class Learner:
         return {example.example_id: np.full(int(example.loss_mask.sum()), 0.25, np.float32) for example in examples}
 
 
-def prepared(groups: list[Group], learner: Any = None, critic: Any = None, **algorithm: Any) -> TrainingBatch:
+def made_algorithm(groups: int = 2, **algorithm: Any) -> Algorithm:
     steps = algorithm.pop("optimizer_steps_per_batch", 1)
     epochs = algorithm.pop("epochs_per_batch", 1)
     settings = {
@@ -71,11 +81,14 @@ def prepared(groups: list[Group], learner: Any = None, critic: Any = None, **alg
         "epochs_per_batch": epochs,
         "model": {"path": "m"},
         "data": {"source": "d.jsonl"},
-        "rollout": {"groups_per_step": len(groups) if len(groups) % steps == 0 else steps},
+        "rollout": {"groups_per_step": groups if groups % steps == 0 else steps},
         "algorithm": algorithm,
     }
-    algorithm_of_run = Algorithm(validate_config(RLConfig, settings))
-    return prepare(groups, algorithm_of_run, learner or Learner(), critic)
+    return Algorithm(validate_config(RLConfig, settings))
+
+
+def prepared(groups: list[Group], learner: Any = None, critic: Any = None, **algorithm: Any) -> TrainingBatch:
+    return prepare(groups, made_algorithm(len(groups), **algorithm), learner or Learner(), critic)
 
 
 def advantages(batch: TrainingBatch, example_id: str) -> list[float]:
@@ -246,6 +259,44 @@ def test_the_greedy_answer_is_the_baseline_and_is_never_trained_on() -> None:
     assert len(batch.optimizer_steps[0]) == 4
 
 
+# ---------------------------------------------------------------- a teacher
+
+
+def graded(role: str, examples: list[TrainingExample]) -> dict[str, Any]:
+    """The teacher finds every token but the last likelier than the policy does."""
+    found = {}
+    for example in examples:
+        found[example.example_id] = np.full(int(example.loss_mask.sum()), -1.0, np.float32)
+        if role == "teacher":
+            found[example.example_id] += np.array([0.5] * (len(found[example.example_id]) - 1) + [-2.0], np.float32)
+    return found
+
+
+def test_a_teacher_grades_each_token_by_its_log_ratio_to_the_policy_before_the_update() -> None:
+    learner = Learner()
+    learner.log_probs = graded  # type: ignore[assignment]
+    answers = [group("0-0", [0.0, 1.0], [3, 2])]
+    batch = prepared(answers, learner, preset="distillation", teacher="m")
+    assert advantages(batch, "0-0/0") == pytest.approx([0.5, 0.5, -2.0])
+    assert advantages(batch, "0-0/1") == pytest.approx([0.5, -2.0])
+    assert batch.metrics["teacher/reverse_kl"] == pytest.approx(-(3 * 0.5 - 2 * 2.0) / 5)
+    assert batch.metrics["reward/mean"] == 0.5, "a reward that is there is measured"
+    assert batch.optimizer_steps[0][0].token_fields["old_log_probs"][-1] == -1.0
+
+
+def test_answers_that_nothing_scored_are_learned_from_and_have_no_metrics_of_rewards() -> None:
+    learner = Learner()
+    learner.log_probs = graded  # type: ignore[assignment]
+    answers = [group("0-0", [0.0, 0.0], [3, 2])]
+    for answer in answers[0].trajectories:
+        answer.reward = None
+    batch = prepared(answers, learner, preset="distillation", teacher="m")
+    assert advantages(batch, "0-0/1") == pytest.approx([0.5, -2.0])
+    assert not [name for name in batch.metrics if name.startswith("reward")]
+    with pytest.raises(ValueError, match="must have a finite reward"):
+        prepared(answers)
+
+
 # ---------------------------------------------------------------- shaping, filtering, passes
 
 
@@ -286,3 +337,62 @@ def test_passes_repeat_the_optimizer_steps() -> None:
     ids = [[example.example_id for example in step] for step in batch.optimizer_steps]
     assert ids == [["0-0/0", "0-0/1"], ["0-1/0", "0-1/1"]] * 3
     assert batch.parts == 2
+
+
+def test_what_was_computed_for_a_group_that_came_early_is_not_computed_again() -> None:
+    algorithm, learner, headstart = made_algorithm(kl_coefficient=0.1), Learner(), Headstart()
+    groups = [group("g0", [1.0, 0.0]), group("g1", [0.0, 1.0])]
+    whole = prepare(groups, algorithm, Learner())
+    passes = forward_passes(algorithm, learner, None)  # type: ignore[arg-type]
+    headstart.compute(passes, [policy_example(trajectory) for trajectory in groups[0].trajectories])
+    batch = prepare(groups, algorithm, learner, headstart=headstart)  # type: ignore[arg-type]
+    assert learner.examples == [["g0/0", "g0/1"], ["g1/0", "g1/1"]]
+    assert [example.example_id for example in batch.optimizer_steps[0]] == [
+        example.example_id for example in whole.optimizer_steps[0]
+    ]
+
+
+def test_a_group_that_was_learned_from_early_has_the_weights_it_has_in_the_whole_step() -> None:
+    algorithm = made_algorithm(preset="dr_grpo")
+    assert algorithm.learns_by_group
+    groups = [group("g0", [1.0, 0.0], lengths=[2, 5]), group("g1", [0.0, 1.0], lengths=[3, 1])]
+    [whole] = prepare(groups, algorithm, Learner()).optimizer_steps  # type: ignore[arg-type]
+    headstart = Headstart()
+    [early] = prepare(groups[:1], algorithm, Learner(), step_sequences=4).optimizer_steps  # type: ignore[arg-type]
+    headstart.learned.update(example.example_id for example in early)
+    [rest] = prepare(groups, algorithm, Learner(), headstart=headstart).optimizer_steps  # type: ignore[arg-type]
+    for found, expected in zip([*early, *rest], whole, strict=True):
+        assert found.example_id == expected.example_id
+        for name, values in expected.token_fields.items():
+            np.testing.assert_array_equal(found.token_fields[name], values)
+
+
+def test_a_response_without_a_token_is_refused_where_its_step_was_begun_without_it() -> None:
+    groups = [group("g0", [1.0, 0.0]), group("g1", [0.0, 1.0], lengths=[0, 2])]
+    with pytest.raises(TrainingError, match="a response without a token"):
+        prepare(groups, made_algorithm(), Learner(), headstart=Headstart(learned={"g0/0", "g0/1"}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"preset": "dr_grpo"}, True),
+        ({"preset": "rloo"}, True),
+        ({"preset": "gspo"}, True),
+        ({"preset": "grpo"}, False),
+        ({"preset": "ppo"}, False),
+        ({"preset": "dr_grpo", "whiten_advantages": True}, False),
+        ({"preset": "dr_grpo", "overlong_filtering": True}, False),
+        ({"preset": "dr_grpo", "shaping": {"normalize": True}}, False),
+        ({"preset": "dr_grpo", "shaping": {"function": "m:f"}}, False),
+        ({"preset": "dr_grpo", "advantage": "m:f"}, False),
+    ],
+)
+def test_groups_are_learned_from_one_by_one_only_where_nothing_depends_on_the_others(
+    settings: dict[str, Any], expected: bool
+) -> None:
+    assert made_algorithm(**settings).learns_by_group is expected
+
+
+def test_several_optimizer_steps_need_the_whole_batch() -> None:
+    assert not made_algorithm(groups=2, optimizer_steps_per_batch=2, preset="dr_grpo").learns_by_group

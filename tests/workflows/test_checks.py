@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from slipstream.config.loader import dump_config, load_config
+from slipstream.config.pipeline import PipelineConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
-from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
 from slipstream.workflows import checks
 from slipstream.workflows.checks import check_config, check_output_dir, count_rows, reasoning_gym_tasks
@@ -65,18 +67,23 @@ def preferences(*overrides: str) -> RewardModelConfig:
     return load_config(RewardModelConfig, None, [*base, *overrides])
 
 
+def direct_preferences(*overrides: str) -> PreferenceConfig:
+    base = ["--steps=2", "--output_dir=out", "--model.path=./model", "--data.source=p.jsonl", "--max_tokens=64"]
+    return load_config(PreferenceConfig, None, [*base, *overrides])
+
+
 def pipeline(*overrides: str) -> PipelineConfig:
     base = [
         "--output_dir=out", "--policy.max_tokens=64", "--sft.steps=1", "--sft.data.source=s.jsonl",
         "--sft.data.response_key=response", "--sft.max_tokens=64", "--rl.steps=1", "--rl.data.source=d.jsonl",
-        "--rl.data.max_prompt_tokens=48", "--rl.rollout.max_response_tokens=16", "--rl.reward.function=number",
+        "--rl.data.max_prompt_tokens=48", "--rl.rollout.max_response_tokens=16", "--rl.reward.function=math",
     ]  # fmt: skip
     return load_config(PipelineConfig, None, [*base, *overrides])
 
 
 def evaluation(*overrides: str) -> EvaluateConfig:
     base = [
-        "--output_dir=out", "--model.path=./model", "--evaluation.data.source=d.jsonl", "--reward.function=number",
+        "--output_dir=out", "--model.path=./model", "--evaluation.data.source=d.jsonl", "--reward.function=math",
         "--evaluation.data.max_prompt_tokens=64", "--rollout.max_response_tokens=64",
     ]  # fmt: skip
     return load_config(EvaluateConfig, None, [*base, *overrides])
@@ -89,7 +96,7 @@ def problem(config: Any, kind: type[SlipstreamError]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("make", [rl, sft, preferences, pipeline, evaluation])
+@pytest.mark.parametrize("make", [rl, sft, preferences, direct_preferences, pipeline, evaluation])
 def test_a_sound_configuration_passes_and_leaves_nothing_behind(files: Path, make: Callable[[], Any]) -> None:
     before = sorted(files.rglob("*"))
     check_config(make())
@@ -149,7 +156,7 @@ def write_reward_model(files: Path, **settings: Any) -> None:
 @pytest.mark.parametrize("make", [rl, evaluation])
 def test_a_reward_model_may_score_alone_or_beside_a_function(files: Path, make: Callable[..., Any]) -> None:
     write_reward_model(files, score_moments={"mean": 0.0, "std": 1.0})
-    for function in ("number", "null"):
+    for function in ("math", "null"):
         check_config(make("--reward.model=./scorer", f"--reward.function={function}"))
     check_config(make("--reward.model=./scorer", "--reward.normalize_model_scores=true"))
     check_config(make("--reward.model=some-organisation/some-model", "--reward.function=null"))
@@ -263,9 +270,9 @@ def test_sequences_must_fit_the_model(files: Path, config: Callable[[], Any], me
         (
             '{"promt": "x", "label": "2"}\n',
             [],
-            ["data.prompt_key", "'prompt'", "columns found: label, promt", "'promt'?"],
+            ["data.prompt_key", "Looked for prompt", "columns found: label, promt", "is it 'promt'?"],
         ),
-        ('{"prompt": "x"}\n', [], ["data.label_key", "columns found: prompt", "or null"]),
+        ('{"prompt": "x"}\n', [], ["data.label_key", "columns found: prompt", "or to null"]),
     ],
 )
 def test_data_that_cannot_be_used_is_refused(files: Path, content: str, arguments: list[str], words: list[str]) -> None:
@@ -308,7 +315,7 @@ def test_of_a_large_file_only_the_first_rows_are_read(files: Path, monkeypatch: 
     good = '{"prompt": "1+1", "label": "2"}\n'
     (files / "d.jsonl").write_text(good * 100 + "{not json}\n")
     check_config(rl())
-    (files / "d.jsonl").write_text('{"question": "1+1", "label": "2"}\n' * 100)
+    (files / "d.jsonl").write_text('{"problem": "1+1", "label": "2"}\n' * 100)
     assert "data.prompt_key" in problem(rl(), DataError)
     (files / "d.jsonl").write_text("{not json}\n" + good * 100)
     assert "d.jsonl, line 1: not valid JSON" in problem(rl(), DataError)
@@ -319,11 +326,11 @@ def test_a_hub_data_set_is_left_to_load_time(files: Path) -> None:
 
 
 def test_a_mistyped_task_gets_the_nearest_one_without_importing_the_package(files: Path) -> None:
-    task = ["--data.rows=5", "--data.prompt_key=question", "--data.label_key=answer"]
-    check_config(rl("--data.source=reasoning_gym:chain_sum", *task))
-    text = problem(rl("--data.source=reasoning_gym:chain_sums", *task), DataError)
+    check_config(rl("--data.source=reasoning_gym:chain_sum", "--data.rows=5"))
+    text = problem(rl("--data.source=reasoning_gym:chain_sums", "--data.rows=5"), DataError)
     assert text.startswith("data.source: reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?")
-    assert "data.prompt_key" in problem(rl("--data.source=reasoning_gym:chain_sum", "--data.rows=5"), DataError)
+    other = ["--data.source=reasoning_gym:chain_sum", "--data.rows=5", "--data.prompt_key=prompt"]
+    assert "data.prompt_key" in problem(rl(*other), DataError)
 
 
 @pytest.mark.slow
@@ -336,7 +343,7 @@ def test_the_tasks_read_from_the_source_are_those_the_package_registers() -> Non
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("numbr", "did you mean 'number'?"),
+        ("maths", "did you mean 'math'?"),
         ("rewards.py:scroe", "did you mean 'score'?"),
         ("nowhere.py:score", "there is no file"),
         ("no_such_module:score", "there is no module"),
@@ -364,6 +371,31 @@ def test_a_reward_given_from_python_takes_the_place_of_a_named_one(files: Path) 
     check_config(config, reward=lambda text: 1.0)
 
 
+def test_a_service_takes_the_place_of_a_function(files: Path) -> None:
+    check_config(rl("--reward.function=null", "--reward.urls=[http://127.0.0.1:8000/score, https://rewards.example]"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--reward.urls=[http://127.0.0.1:8000]"], "reward: there are both a function and urls"),
+        (["--reward.urls=[ftp://a/b]", "--reward.function=null"], "such as http://127.0.0.1:8000/score, found 'ftp://"),
+        (["--reward.urls=[localhost:8000]", "--reward.function=null"], "found 'localhost:8000'"),
+        (["--reward.urls=['http://a:x']", "--reward.function=null"], "found 'http://a:x'"),
+        (["--reward.urls=['http://me:secret@a/']", "--reward.function=null"], "SLIPSTREAM_REWARD_TOKEN"),
+        (["--reward.urls=['http://a/?key=1']", "--reward.function=null"], "(found one at a)"),
+        (
+            ["--reward.urls=[http://a]", "--reward.function=null", "--reward.options.x=1"],
+            "options are passed to a function",
+        ),
+    ],
+)
+def test_an_address_that_cannot_be_one_is_refused(files: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rl(*overrides)
+    assert words in str(caught.value)
+
+
 def test_an_output_folder_with_another_run_names_the_keys_that_differ(files: Path) -> None:
     (files / "out").mkdir()
     (files / "out" / "config.yaml").write_text(dump_config(rl()))
@@ -371,8 +403,8 @@ def test_an_output_folder_with_another_run_names_the_keys_that_differ(files: Pat
     (files / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
     text = problem(rl("--seed=5", "--training.learning_rate=1e-3"), RunDirectoryError)
     assert text == (
-        "output_dir out holds a run with another configuration (differing: seed, training.learning_rate); "
-        "choose another output_dir"
+        "output_dir out holds a run with another configuration (seed: 0 there, 5 here; "
+        "training.learning_rate: 1e-06 there, 0.001 here); choose another output_dir"
     )
 
 

@@ -90,6 +90,7 @@ def test_little_shared_memory_and_disk_are_pointed_out() -> None:
         hub="https://hub",
         hub_reachable=False,
         hub_token=False,
+        isolation="namespaces",
         engines=[EngineFinding("torch", "1", None)],
         hardware=HARDWARE,
         advice=doctor._advice([], on_gpu=False, shared_free=1 << 26, disk_free=1 << 20),
@@ -98,6 +99,7 @@ def test_little_shared_memory_and_disk_are_pointed_out() -> None:
     assert "--shm-size" in text
     assert "0.0 GiB of disk are free" in text
     assert "not reachable" in text
+    assert "isolation of programs" in text
 
 
 @pytest.mark.slow

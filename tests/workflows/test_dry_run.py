@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from slipstream.config.loader import load_config
+from slipstream.config.pipeline import PipelineConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
-from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError, DataError
 from slipstream.workflows.dry_run import DryRun, Machine, dry_run, measure_work, print_dry_run, visible_gpus
 
@@ -30,7 +32,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def pipeline(*overrides: str) -> PipelineConfig:
     base = [
         "--output_dir=out", "--sft.steps=5", "--sft.batch_size=4", "--sft.data.source=d.jsonl", "--sft.max_tokens=128",
-        "--sft.data.response_key=response", "--rl.steps=6", "--rl.data.source=d.jsonl", "--rl.reward.function=number",
+        "--sft.data.response_key=response", "--rl.steps=6", "--rl.data.source=d.jsonl", "--rl.reward.function=math",
         "--rl.data.max_prompt_tokens=96", "--rl.rollout.max_response_tokens=32",
     ]  # fmt: skip
     return load_config(PipelineConfig, None, [*base, *overrides])
@@ -38,12 +40,12 @@ def pipeline(*overrides: str) -> PipelineConfig:
 
 def rl(*overrides: str) -> RLConfig:
     base = ["--steps=6", "--output_dir=out", "--model.path=some/model", "--data.source=d.jsonl"]
-    return load_config(RLConfig, None, [*base, "--reward.function=number", *overrides])
+    return load_config(RLConfig, None, [*base, "--reward.function=math", *overrides])
 
 
 def evaluation(source: str, *overrides: str) -> EvaluateConfig:
     base = ["--output_dir=out", "--model.path=some/model", f"--evaluation.data.source={source}"]
-    settings = ["--reward.function=number", "--evaluation.samples_per_prompt=4", *overrides]
+    settings = ["--reward.function=math", "--evaluation.samples_per_prompt=4", *overrides]
     return load_config(EvaluateConfig, None, [*base, *settings])
 
 
@@ -117,6 +119,17 @@ def test_the_training_of_a_reward_model_is_planned_in_pairs(files: Path) -> None
     assert [actor.role for actor in stage.placement.actors] == ["controller", "learner"]
 
 
+@pytest.mark.parametrize(("loss", "sequences"), [("dpo", 40), ("kto", 20)])
+def test_preference_training_is_planned_in_pairs_or_in_single_answers(files: Path, loss: str, sequences: int) -> None:
+    row = '{"prompt": "1+1", "chosen": "2", "rejected": "3", "completion": "2", "label": true}\n'
+    (files / "p.jsonl").write_text(row)
+    base = ["--steps=5", "--output_dir=o", "--model.path=some/model", "--data.source=p.jsonl", "--batch_size=4"]
+    plan = dry_run(load_config(PreferenceConfig, None, [*base, f"--loss={loss}"]), machine=MACHINE)
+    [stage] = plan.stages
+    assert (stage.name, stage.work.sequences) == ("preference", sequences)
+    assert [actor.role for actor in stage.placement.actors] == ["controller", "learner"]
+
+
 def test_a_model_that_is_not_here_yet_has_no_estimate(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
@@ -150,7 +163,18 @@ def test_what_cannot_run_is_refused(files: Path) -> None:
     with pytest.raises(DataError, match="no file or folder"):
         dry_run(rl("--data.source=./nowhere.jsonl"), machine=MACHINE)
     with pytest.raises(ConfigError, match="need 3 GPUs"):
-        dry_run(rl("--training.ranks=3"), machine=Machine(cpus=2, gpus=2, memory_bytes=1, native_bfloat16=True))
+        dry_run(rl("--training.data_parallel=3"), machine=Machine(cpus=2, gpus=2, memory_bytes=1, native_bfloat16=True))
+
+
+def test_the_layout_of_several_ranks_is_shown_and_an_impossible_one_refused_with_the_nearest(files: Path) -> None:
+    layout = ["--training.data_parallel=2", "--training.sequence_parallel=3"]
+    text = shown(dry_run(rl(*layout), machine=MACHINE))
+    assert "6 ranks = 2 that learn from different sequences x 3 that share each of them" in text
+    four = Machine(cpus=4, gpus=4, memory_bytes=1, native_bfloat16=True)
+    with pytest.raises(
+        ConfigError, match=r"nearest that fits is training\.data_parallel 2, training\.sequence_parallel 2"
+    ):
+        dry_run(rl(*layout), machine=four)
 
 
 def test_gpus_hidden_from_cuda_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,3 +203,22 @@ def test_a_dry_run_imports_nothing_heavy_and_leaves_nothing_behind(files: Path) 
     assert done.stderr.endswith("[]")
     assert set(json.loads(done.stdout)["stages"]) == {"sft", "rl"}
     assert [path.name for path in files.iterdir()] == ["d.jsonl"]
+
+
+def test_an_asynchronous_run_says_how_stale_and_how_corrected(files: Path) -> None:
+    text = " ".join(
+        shown(dry_run(rl("--rollout.max_staleness=2", "--algorithm.correction_high=3"), machine=MACHINE)).split()
+    )
+    assert "tokens that are at most 2 publishes old. Correction: truncate (token weights, bounds 0 and 3)." in text
+    assert "take turns" not in text
+    recomputing = [
+        "--rollout.max_staleness=1",
+        "--algorithm.correction=mask",
+        "--rollout.recompute_cache_on_update=true",
+    ]
+    text = " ".join(shown(dry_run(rl(*recomputing), machine=MACHINE)).split())
+    assert "Correction: mask" in text and "computed anew at a publish" in text
+    record = dry_run(rl("--rollout.max_staleness=2"), machine=MACHINE).as_json()
+    assert record["stages"]["rl"]["correction"] == "truncate"
+    assert dry_run(rl(), machine=MACHINE).as_json()["stages"]["rl"]["correction"] == "none"
+    assert "Asynchronous" not in shown(dry_run(rl(), machine=MACHINE))

@@ -17,7 +17,7 @@ from slipstream.rollout.seeds import group_seed
 from slipstream.workflows import held_out
 from slipstream.workflows.held_out import HeldOutPrompts, load_rl_data, summarize
 
-RL = ["--steps=3", "--output_dir=out", "--reward.function=number", "--rollout.max_response_tokens=8"]
+RL = ["--steps=3", "--output_dir=out", "--reward.function=math", "--rollout.max_response_tokens=8"]
 
 
 def prompt(row: int) -> Prompt:
@@ -228,9 +228,9 @@ def sources(tmp_path: Path, write_rows: Callable[..., Path], tiny_policy: Path) 
 def test_prompts_of_every_set_are_kept_out_of_training(sources: list[str]) -> None:
     data = load_rl_data(load_config(RLConfig, None, [*RL, *sources]))
     assert {name: len(prompts) for name, prompts in data.held_out.items()} == {"held-out": 2, "second": 1}
-    assert [prompt.row for prompt in data.training] == [2, 3, 4, 5, 6, 7, 8]
+    assert [prompt.row for prompt in data.training.items] == [2, 3, 4, 5, 6, 7, 8]
     kept = load_rl_data(load_config(RLConfig, None, [*RL, *sources, "--evaluation.exclude_from_training=false"]))
-    assert len(kept.training) == 10
+    assert len(kept.training.items) == 10
 
 
 def test_without_held_out_data_there_are_no_sets(sources: list[str]) -> None:

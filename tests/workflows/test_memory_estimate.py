@@ -5,19 +5,16 @@ from dataclasses import replace
 import pytest
 
 from slipstream.cluster.placement import plan_placement
+from slipstream.config.algorithm import AlgorithmConfig
+from slipstream.config.data import DataConfig
+from slipstream.config.lora import LoraConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
-from slipstream.config.schema import (
-    AlgorithmConfig,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RLConfig,
-    RolloutConfig,
-    TrainingConfig,
-)
+from slipstream.config.schema import ModelConfig, RewardConfig, RLConfig, RolloutConfig, TrainingConfig
 from slipstream.rewards.model import TOKENS_PER_BATCH
 from slipstream.workflows.memory_estimate import (
     activation_bytes,
+    adapter_parameters,
     estimate_memory,
     learner_state_bytes,
     longest_sequence,
@@ -45,14 +42,16 @@ def config(
         output_dir="o",
         model=ModelConfig(path="m"),
         data=DataConfig(source="d.jsonl", max_prompt_tokens=100),
-        reward=RewardConfig(function="number", model=reward_model),
+        reward=RewardConfig(function="math", model=reward_model),
         rollout=RolloutConfig(engine=engine, max_response_tokens=28, max_concurrent_sequences=10),  # type: ignore[arg-type]
         algorithm=AlgorithmConfig(kl_coefficient=kl, advantage=advantage),
-        training=TrainingConfig(ranks=ranks, tokens_per_micro_batch=1000, logits_chunk_tokens=50),
+        training=TrainingConfig(data_parallel=ranks, tokens_per_micro_batch=1000, logits_chunk_tokens=50),
     )
 
 
-def parts(name: str, configuration: RLConfig | RewardModelConfig, **others: ModelFacts) -> dict[str, int]:
+def parts(
+    name: str, configuration: RLConfig | RewardModelConfig | PreferenceConfig, **others: ModelFacts
+) -> dict[str, int]:
     placement = plan_placement(configuration, cpus=2, gpus=0)
     processes = estimate_memory(configuration, placement, FACTS, "float32", **others)
     return next(process.parts for process in processes if process.name == name)
@@ -64,7 +63,7 @@ def parts(name: str, configuration: RLConfig | RewardModelConfig, **others: Mode
     [(0, 4, 4, 8), (1, 4, 4, 6), (2, 4, 2, 6), (3, 2, 2, 6)],
 )
 def test_zero_stages_divide_what_they_partition(stage: int, weights: int, gradients: int, optimizer: int) -> None:
-    training = TrainingConfig(ranks=2, zero_stage=stage)  # type: ignore[arg-type]
+    training = TrainingConfig(data_parallel=2, zero_stage=stage)  # type: ignore[arg-type]
     state = learner_state_bytes(FACTS, training, dtype="float32")
     assert state == {
         "weights": weights * PARAMETERS,
@@ -150,11 +149,38 @@ def test_training_a_reward_model_takes_no_logits_and_a_micro_batch_holds_a_whole
     assert "logits" not in found
 
 
+@pytest.mark.parametrize(
+    ("settings", "holds_reference", "sequences"),
+    [
+        ({"loss": "dpo"}, True, 2),
+        ({"loss": "dpo", "reference": "cached"}, False, 2),
+        ({"loss": "simpo"}, False, 2),
+        ({"loss": "kto"}, True, 1),
+    ],
+)
+def test_preference_training_holds_a_whole_reference_unless_it_is_cached_or_there_is_none(
+    settings: dict[str, str], holds_reference: bool, sequences: int
+) -> None:
+    base = {"steps": 1, "output_dir": "o", "model": {"path": "m"}, "data": {"source": "d.jsonl"}, "max_tokens": 5000}
+    training = {"data_parallel": 2, "zero_stage": 3}
+    found = parts("learner rank 0", PreferenceConfig.model_validate({**base, **settings, "training": training}))
+    assert found.get("reference") == (4 * PARAMETERS if holds_reference else None)
+    tokens = sequences * 5000
+    assert found["activations"] == activation_bytes(FACTS, tokens=tokens, dtype="float32", checkpointing=False)
+    assert "logits" in found and "weights in transit" not in found
+
+
 def test_a_micro_batch_is_never_shorter_than_the_longest_sequence() -> None:
     assert longest_sequence(config()) == 128
     short = config().model_copy(update={"training": TrainingConfig(tokens_per_micro_batch=1)})
     expected = activation_bytes(FACTS, tokens=128, dtype="float32", checkpointing=False)
     assert parts("learner rank 0", short)["activations"] == expected
+
+
+def test_ranks_that_share_a_row_keep_a_share_of_its_activations_each() -> None:
+    shared = config().model_copy(update={"training": TrainingConfig(tokens_per_micro_batch=1000, sequence_parallel=3)})
+    expected = activation_bytes(FACTS, tokens=334, dtype="float32", checkpointing=False)
+    assert parts("learner rank 2", shared)["activations"] == expected
 
 
 def test_only_the_first_rank_holds_weights_on_their_way_to_the_engines() -> None:
@@ -171,3 +197,19 @@ def test_a_vllm_engine_takes_its_configured_cache_and_transformers_what_its_sequ
 
 def test_the_logits_are_counted_in_chunks() -> None:
     assert parts("learner rank 0", config())["logits"] == 3 * 50 * 1000 * 4
+
+
+def test_an_adapter_alone_has_gradients_and_states_and_its_reference_takes_nothing() -> None:
+    full = config(kl=0.1, ranks=1)
+    adapted = full.model_copy(update={"model": full.model.model_copy(update={"lora": LoraConfig(rank=8)})})
+    learned = adapter_parameters(FACTS, 8)
+    # Query and output 64 x 64, key and value 64 x 32, three matrices of 64 x 128, in each of 4 layers.
+    assert learned == 4 * 8 * (2 * 128 + 2 * 96 + 3 * 192)
+    parts = {
+        name: next(process.parts for process in estimate_memory(one, plan_placement(one, 4, 0), FACTS, "float32")
+                   if process.role == "learner")
+        for name, one in (("full", full), ("adapted", adapted))
+    }  # fmt: skip
+    assert parts["adapted"]["weights"] == parts["full"]["weights"] == PARAMETERS * 4
+    assert parts["adapted"]["gradients"] == learned * 4 and parts["adapted"]["optimizer"] == learned * 4 * 3
+    assert "reference" in parts["full"] and "reference" not in parts["adapted"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.config.loader import load_config, pipeline_stages, resolve_recipe
-from slipstream.config.schema import PipelineConfig
+from slipstream.config.pipeline import PipelineConfig
 
 TINY = {
     "policy.hidden_size": 64, "policy.layers": 2, "policy.heads": 2, "policy.intermediate_size": 128,
@@ -19,7 +19,8 @@ TINY = {
 
 def test_each_stage_takes_the_model_of_the_one_before() -> None:
     config = load_config(PipelineConfig, resolve_recipe("demo"), ["--output_dir=somewhere"])
-    sft, rl = pipeline_stages(config)
+    stages = pipeline_stages(config)
+    sft, rl = stages["sft"], stages["rl"]
     assert sft.model.path == "somewhere/policy"
     assert rl.model.path == f"{sft.output_dir}/export"
     assert len({config.output_dir, sft.output_dir, rl.output_dir}) == 3

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from slipstream.config.loader import load_config
-from slipstream.config.schema import PipelineConfig, RLConfig
+from slipstream.config.pipeline import PipelineConfig
+from slipstream.config.schema import RLConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-WORKFLOW = {"demo": ("pipeline", PipelineConfig), "grpo_gsm8k_smollm2": ("rl", RLConfig)}
+WORKFLOW = {
+    "demo": ("pipeline", PipelineConfig),
+    "grpo_gsm8k_smollm2": ("rl", RLConfig),
+    "rlhf_pipeline": ("pipeline", PipelineConfig),
+}
 
 
 def test_every_recipe_is_known_here() -> None:
@@ -27,6 +32,8 @@ def test_a_recipe_is_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(WORKFLOW))
 def test_a_dry_run_of_a_recipe_says_what_it_would_do(bench: Any, name: str) -> None:
+    # Recipes whose data comes with the project are run from its folder.
+    (bench.folder / "examples").symlink_to(RECIPES.parent / "examples")
     process = bench.command(WORKFLOW[name][0], name, "--dry-run", "--json")
     assert process.finish() == 0, process.stderr
     assert json.loads(process.stdout.splitlines()[-1])

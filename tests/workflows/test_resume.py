@@ -72,8 +72,9 @@ def test_a_run_stopped_by_its_reward_goes_on_bit_for_bit_even_past_a_damaged_che
 
 
 def test_a_run_whose_controller_was_killed_goes_on_bit_for_bit_with_vllm(bench: Any, finished_vllm_run: Any) -> None:
+    """With PPO: critic, KL control, renewed reference and reward moments go on where they were."""
     undisturbed, _ = finished_vllm_run
-    process = bench.start("rl", "run", bench.evaluated_settings(rollout__engine="vllm"))
+    process = bench.start("rl", "run", bench.remembering_settings())
     bench.hang_in_step(process, "run", 4)
     process.popen.send_signal(signal.SIGKILL)
     process.popen.wait()

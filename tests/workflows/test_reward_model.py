@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.config.loader import load_config
 from slipstream.config.reward_model import SCORE_MOMENTS, RewardModelConfig
 from slipstream.config.schema import RewardConfig
-from slipstream.data.preferences import build_preference_pairs
+from slipstream.data.preferences import PreferencePair, build_preference_pairs
 from slipstream.data.tokenizer import load_tokenizer
 from slipstream.errors import ConfigError
-from slipstream.workflows.reward_model import complete_model_config, load_preference_data
+from slipstream.workflows.reward_model import load_reward_model_data
 from slipstream.workflows.rl import require_reward
+from slipstream.workflows.supervision import PairSupervision
 
 
 def preferences(numbers: Iterable[int], seed: int) -> list[dict[str, str]]:
@@ -56,7 +58,7 @@ def runs(make_workbench: Any, write_rows: Callable[..., Path], tmp_path_factory:
     interrupted.kill_all()
     interrupted.finish()
     bench.resume("resumed")
-    bench.run("reward-model", "ranks", settings | {"training.ranks": 2, "steps": 10})
+    bench.run("reward-model", "ranks", settings | {"training.data_parallel": 2, "steps": 10})
     return bench
 
 
@@ -73,6 +75,12 @@ def test_it_learns_which_answers_of_held_out_questions_are_better(runs: Any) -> 
     assert lines(runs, "once")[-1]["evaluation/loss"] < 0.5 * lines(runs, "once")[0]["loss"]
     summary = json.loads((runs.folder / "once/summary.json").read_text())
     assert summary["workflow"] == "reward-model" and summary["accuracy"] == measured[60]
+    scores = [json.loads(line) for line in (runs.folder / "once/scores.jsonl").read_text().splitlines()]
+    assert [line["group"] for line in scores] == ["chosen", "rejected"] * 40
+    assert np.mean([line["score"] for line in scores]) == pytest.approx(summary[SCORE_MOMENTS]["mean"], abs=1e-5)
+    right = [better["score"] > worse["score"] for better, worse in zip(scores[::2], scores[1::2], strict=True)]
+    assert np.mean(right) == summary["accuracy"]
+    assert "Scores at the end" in (runs.folder / "once/report.html").read_text()
 
 
 @pytest.mark.slow
@@ -141,9 +149,9 @@ def test_held_out_questions_are_not_trained_on(
     rows = preferences(range(6), seed=1)
     everything = write_rows(tmp_path / "all.jsonl", rows)
     held_out = write_rows(tmp_path / "held_out.jsonl", rows[2:4])
-    data = load_preference_data(config(everything, tiny_policy, **{"evaluation_data.source": held_out}))
-    assert [pair.row for pair in data.training] == [0, 1, 4, 5]
-    assert [pair.row for pair in data.held_out] == [0, 1]
+    data = load_reward_model_data(config(everything, tiny_policy, **{"evaluation_data.source": held_out}))
+    assert [pair.pair_id for pair in data.training.items] == ["0", "1", "4", "5"]
+    assert [pair.pair_id for pair in data.held_out] == ["0", "1"]
 
 
 def score(text: Any) -> float:
@@ -154,15 +162,20 @@ def score(text: Any) -> float:
     ("settings", "function", "problem"),
     [
         ({}, score, None),
-        ({"function": "number"}, None, None),
+        ({"function": "math"}, None, None),
         ({"model": "m"}, None, None),
-        ({"model": "m", "function": "number"}, None, None),
+        ({"model": "m", "function": "math"}, None, None),
         ({"model": "m"}, score, None),
         ({}, None, "a reward is needed"),
-        ({"function": "number", "model": "m"}, score, "there are two reward functions"),
+        ({"function": "math", "model": "m"}, score, "there are two reward functions"),
+        ({"urls": ["http://127.0.0.1:1"]}, None, None),
+        ({"urls": ["http://127.0.0.1:1"], "model": "m"}, None, None),
+        ({"urls": ["http://127.0.0.1:1"]}, score, "there are two rewards: reward.urls in the configuration"),
     ],
 )
-def test_a_reward_is_one_function_or_a_model_or_both(settings: dict, function: Any, problem: str | None) -> None:
+def test_a_reward_is_a_function_or_a_service_a_model_or_both(
+    settings: dict, function: Any, problem: str | None
+) -> None:
     if problem is None:
         require_reward(RewardConfig(**settings), function)
         return
@@ -170,12 +183,16 @@ def test_a_reward_is_one_function_or_a_model_or_both(settings: dict, function: A
         require_reward(RewardConfig(**settings), function)
 
 
-@pytest.mark.parametrize(("padding_token", "written"), [(0, 0), (3, None), (None, None)])
+@pytest.mark.parametrize("ends_with_padding", [False, True])
 def test_a_token_that_ends_answers_is_not_left_as_padding(
-    tmp_path: Path, padding_token: int | None, written: int | None
+    tiny_policy: Path, tiny_tokenizer: Any, tmp_path: Path, ends_with_padding: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "pad_token_id": 3}))
-    moments = {"mean": 0.5, "std": 2.0}
-    complete_model_config(tmp_path, moments, padding_token=padding_token, end_tokens={3, 5})
+    padding, moments = tiny_tokenizer.pad_token_id, {"mean": 0.5, "std": 2.0}
+    answers = [np.array([7, 8, padding + ends]) for ends in (1, 0 if ends_with_padding else 2)]
+    pair = PreferencePair("0", *answers, *[np.arange(3) > 0] * 2)
+    supervision = PairSupervision(config(tmp_path / "none.jsonl", tiny_policy))
+    supervision.complete_export(tmp_path, [pair], {SCORE_MOMENTS: moments})
+    written = None if ends_with_padding else padding
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings == {"model_type": "llama", "pad_token_id": written, SCORE_MOMENTS: moments}

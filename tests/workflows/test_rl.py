@@ -1,6 +1,9 @@
 """A whole RL run: what it leaves behind, and that its numbers are what they claim to be."""
 
 import json
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +103,9 @@ def test_evaluations_are_made_before_between_and_after(finished_run: Any) -> Non
 def test_the_engine_and_the_trainer_agree(run: str, request: pytest.FixtureRequest) -> None:
     """On policy: the ratio is 1, and what the engine says it sampled with is what the trainer computes."""
     bench, _ = request.getfixturevalue(run)
-    for line in lines(bench.folder / "run/metrics.jsonl"):
+    trained = [line for line in lines(bench.folder / "run/metrics.jsonl") if "policy/ratio" in line]
+    assert len(trained) >= 5
+    for line in trained:
         assert line["policy/ratio"] == pytest.approx(1.0, abs=1e-4)
         assert line["policy/clip_share"] == 0
         assert line["policy/mismatch_abs_max"] < 1e-4
@@ -152,16 +157,36 @@ print(json.dumps(train_rl(config, reward=lambda text: digest(text))))
 """
 
 
+# Of Ray, its dashboard and its clients, and of PyTorch.
+DEFAULT_PORTS = (6379, 8265, 10001, 29500)
+
+
+@contextmanager
+def occupied(ports: Sequence[int]) -> Iterator[None]:
+    """Somebody listens at these ports: us, where nobody else does."""
+    with ExitStack() as stack:
+        for port in ports:
+            listener = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                listener.bind(("", port))
+                listener.listen()
+        yield
+
+
 @pytest.fixture(scope="module")
 def two_at_once(finished_run: Any, make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`train_rl` with a function object and the seed of the finished run, and beside it a run with another seed."""
+    """`train_rl` with a function object and the seed of the finished run, and beside it a run with another seed.
+
+    The ports that Ray and PyTorch take by default are occupied meanwhile.
+    """
     bench = make_workbench(tmp_path_factory.mktemp("two"))
     settings = bench.evaluated_settings(output_dir="python", reward__function=None)
     overrides = [f"--{key}={value}" for key, value in settings.items() if value is not None and "options" not in key]
-    first = bench.script(PYTHON_RUN.format(overrides=overrides))
-    second = bench.start("rl", "other", bench.evaluated_settings(seed=1, algorithm__kl_coefficient=0.1))
-    for process in (first, second):
-        assert process.finish() == 0, process.stderr
+    with occupied(DEFAULT_PORTS):
+        first = bench.script(PYTHON_RUN.format(overrides=overrides))
+        second = bench.start("rl", "other", bench.evaluated_settings(seed=1, algorithm__kl_coefficient=0.1))
+        for process in (first, second):
+            assert process.finish() == 0, process.stderr
     return bench, first, second
 
 
@@ -173,7 +198,7 @@ def test_python_does_what_the_command_does(finished_run: Any, two_at_once: Any) 
     assert json.loads(process.stdout.splitlines()[-1])["steps"] == 6
 
 
-def test_two_runs_at_the_same_time_leave_each_other_alone(two_at_once: Any) -> None:
+def test_two_runs_at_the_same_time_leave_each_other_alone_whoever_has_the_default_ports(two_at_once: Any) -> None:
     bench, first, second = two_at_once
     assert len(bench.metrics("python")) == len(bench.metrics("other")) == 6
     for process in (first, second):
@@ -192,3 +217,15 @@ def test_with_a_kl_term_the_distance_to_the_reference_is_measured(two_at_once: A
     distances = [line["policy/kl"] for line in lines(bench.folder / "other/metrics.jsonl")]
     assert distances[0] == pytest.approx(0.0, abs=1e-6), "the reference is the policy before training"
     assert all(np.isfinite(distances)) and distances[-1] > 0
+
+
+def test_the_critic_warms_up_the_coefficient_is_steered_and_the_reference_is_renewed(finished_vllm_run: Any) -> None:
+    metrics = lines(finished_vllm_run[0].folder / "run/metrics.jsonl")
+    assert all(line["critic/gradient_norm"] > 0 for line in metrics)
+    assert ["policy/gradient_norm" in line for line in metrics] == [False] + 5 * [True]
+    coefficients = [line["kl/coefficient"] for line in metrics]
+    assert coefficients == sorted(set(coefficients), reverse=True), "the KL is below its target"
+    # The policy is its reference when it first learns, in step 2, and again after the renewal at the end of step 3.
+    divergences = [line["kl/in_reward"] for line in metrics[1:5]]
+    assert divergences[0] == pytest.approx(0, abs=1e-7) == divergences[2]
+    assert divergences[1] > 1e-5 < divergences[3]

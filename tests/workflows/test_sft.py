@@ -11,14 +11,16 @@ import pytest
 
 from slipstream.config.loader import load_config, validate_config
 from slipstream.config.schema import SFTConfig
+from slipstream.data.mixture import Mixture
 from slipstream.data.trajectory import TrainingExample
 from slipstream.errors import ConfigError
-from slipstream.workflows.sft import SFTData, SFTRun, load_sft_data
+from slipstream.workflows.learned_rows import LearnedRows
+from slipstream.workflows.sft import SFTRun, load_sft_data
 
 
 @pytest.fixture(scope="module")
 def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One configuration: once, once interrupted and resumed, with another seed, and on two ranks."""
+    """One configuration: once, once interrupted and resumed, with another seed, and on two ranks in two layouts."""
     bench = make_workbench(tmp_path_factory.mktemp("sft"))
     held_out = {
         "evaluation_data.source": str(bench.rows),
@@ -35,7 +37,8 @@ def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     bench.interrupted_after = len(bench.metrics("resumed"))
     bench.resume("resumed")
     pair = [bench.start("sft", "other", settings | {"seed": 1})]
-    pair.append(bench.start("sft", "ranks", settings | {"training.ranks": 2}))
+    pair.append(bench.start("sft", "ranks", settings | {"training.data_parallel": 2}))
+    pair.append(bench.start("sft", "sharing", settings | {"training.sequence_parallel": 2}))
     for process in pair:
         assert process.finish() == 0, process.stderr
     return bench
@@ -60,9 +63,10 @@ def test_another_seed_gives_another_run(runs: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_train_as_one_does(runs: Any) -> None:
-    assert losses(runs, "ranks") == pytest.approx(losses(runs, "once"), rel=1e-5)
-    for mine, other in zip(runs.metrics("ranks"), runs.metrics("once"), strict=True):
+@pytest.mark.parametrize("ranks", ["ranks", "sharing"])
+def test_two_ranks_train_as_one_does(ranks: str, runs: Any) -> None:
+    assert losses(runs, ranks) == pytest.approx(losses(runs, "once"), rel=1e-5)
+    for mine, other in zip(runs.metrics(ranks), runs.metrics("once"), strict=True):
         assert float(mine["gradient_norm"]) == pytest.approx(float(other["gradient_norm"]), rel=1e-4)
         assert mine["tokens"] == other["tokens"]
 
@@ -96,7 +100,7 @@ def test_held_out_rows_are_not_trained_on(tiny_policy: Path, tmp_path: Path, wri
     }  # fmt: skip
     config = load_config(SFTConfig, None, [f"--{key}={value}" for key, value in keys.items()])
     data = load_sft_data(config)
-    training, evaluation = data.training, data.held_out
+    training, evaluation = data.training.items, data.held_out
     assert (len(training), len(evaluation)) == (4, 2)
     held = {tuple(example.tokens.tolist()) for example in evaluation}
     assert held.isdisjoint(tuple(example.tokens.tolist()) for example in training)
@@ -108,7 +112,7 @@ def make_run(tmp_path: Path, held_out_losses: list[float], **settings: Any) -> S
     values = {"steps": 8, "output_dir": str(tmp_path), "model": {"path": "m"}, "data": data, "evaluation_data": data}
     config = validate_config(SFTConfig, values | {"batch_size": 1, "evaluate_every_steps": 2} | settings)
     example = TrainingExample("0", np.arange(3), np.arange(3) > 0)
-    run = SFTRun(config, SFTData([example], [example]), directory=MagicMock())
+    run = SFTRun(config, LearnedRows(Mixture({"": [example]}, {"": 1.0}), [example]), directory=MagicMock())
     run.objective, run.records, run.learner = MagicMock(), MagicMock(), MagicMock()
     run.learner.update.return_value = {"loss": 1.0, "skipped": 0.0}
     run.learner.loss.side_effect = [{"loss": loss} for loss in held_out_losses]

@@ -58,7 +58,9 @@ def test_control_c_while_the_engines_start_is_obeyed_at_once(bench: Any) -> None
 @pytest.mark.parametrize("title, name", [("ray::LearnerRank", "learner rank 0"), ("EngineCore", "rollout engine 0")])
 def test_a_killed_engine_ends_the_run_with_its_name(bench: Any, title: str, name: str) -> None:
     kind = "vllm" if title == "EngineCore" else "transformers"
-    process = bench.start("rl", "run", bench.rl_settings(steps=500, rollout__engine=kind))
+    process = bench.start(
+        "rl", "run", bench.rl_settings(steps=500, rollout__engine=kind, cluster__max_engine_restarts=0)
+    )
     bench.wait_for_step(process, "run", 1)
     process.look()
     before = shared_memory_of_the_dead()

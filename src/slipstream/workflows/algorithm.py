@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config.schema import ADVANTAGES, POLICY_LOSSES, RLConfig
+from slipstream.config.algorithm import ADVANTAGES, POLICY_LOSSES
+from slipstream.config.schema import RLConfig
 from slipstream.data.trajectory import Trajectory
 from slipstream.import_path import ImportedFunction
 from slipstream.rollout.dynamic_sampling import DynamicSampling
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from slipstream.algorithms.advantages import ScoredBatch
     from slipstream.algorithms.objective import PolicyObjective
     from slipstream.algorithms.value_loss import ValueObjective
+
+# Estimators that look at nothing but the group itself.
+GROUP_ADVANTAGES = ("group", "leave_one_out", "greedy_baseline", "returns", "teacher")
 
 
 class Algorithm:
@@ -60,13 +64,36 @@ class Algorithm:
         return self.settings.kl_coefficient > 0
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether a teacher gives its log-probs of the sampled tokens."""
+        return self.settings.teacher is not None
+
+    @property
     def needs_old_log_probs(self) -> bool:
         """Whether the trainer must compute log-probs before the update.
 
         Else the first and only optimizer step has them anyway: they are the new ones, detached.
         """
         several_steps = self.config.optimizer_steps_per_batch * self.config.epochs_per_batch > 1
-        return several_steps or (self.needs_reference and self.settings.kl_placement == "reward")
+        return several_steps or self.needs_teacher or (self.needs_reference and self.settings.kl_placement == "reward")
+
+    @property
+    def learns_by_group(self) -> bool:
+        """Whether what is learned from a group does not depend on the others of its batch.
+
+        Then the weights of its tokens are known before the others have come, and its gradient may be computed. A
+        function of the user's is shown whole batches, and a mean over tokens needs their number.
+        """
+        settings = self.settings
+        return (
+            self.config.optimizer_steps_per_batch * self.config.epochs_per_batch == 1
+            and settings.advantage in GROUP_ADVANTAGES
+            and settings.aggregation != "token_mean"
+            and not settings.whiten_advantages
+            and not settings.overlong_filtering
+            and not settings.shaping.normalize
+            and settings.shaping.function is None
+        )
 
     @property
     def needs_greedy_baseline(self) -> bool:
@@ -85,9 +112,7 @@ class Algorithm:
         from slipstream.algorithms.objective import PolicyObjective
 
         settings = self.settings
-        mode = settings.correction
-        if mode == "auto":
-            mode = "truncate" if self.config.rollout.max_staleness else "none"
+        mode = self.config.correction_mode
         return PolicyObjective(
             policy_loss=self._policy_loss,
             clip_low=settings.clip_low,
@@ -160,12 +185,16 @@ class Algorithm:
             gae_lambda=self.settings.gae_lambda,
         )
 
-    def token_weights(self, loss_token_counts: Sequence[int]) -> list[float]:
-        """The weight of each token of the sequences of one optimizer step."""
+    def token_weights(self, loss_token_counts: Sequence[int], *, step_sequences: int | None = None) -> list[float]:
+        """The weight of each token of the sequences of one optimizer step, or of some of its `step_sequences`."""
         from slipstream.algorithms.aggregation import aggregation_weights
 
-        length = self.settings.aggregation_length or self.config.rollout.max_response_tokens
-        return aggregation_weights(loss_token_counts, aggregation=self.settings.aggregation, constant_length=length)
+        return aggregation_weights(
+            loss_token_counts,
+            aggregation=self.settings.aggregation,
+            constant_length=self.settings.aggregation_length or self.config.rollout.max_response_tokens,
+            step_sequences=step_sequences,
+        )
 
     def after_step(self, step: int, *, measured_kl: float | None, trajectories: int) -> None:
         """Steer the KL coefficient by what the step that has just ended measured (None: nothing)."""

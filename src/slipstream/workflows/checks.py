@@ -15,27 +15,27 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.algorithm import ADVANTAGES, POLICY_LOSSES, AlgorithmConfig
 from slipstream.config.base import Section
+from slipstream.config.data import REASONING_GYM_PREFIX, DataConfig
 from slipstream.config.evaluation import FIRST_SET
+from slipstream.config.generate import AnsweringConfig, GenerateConfig
 from slipstream.config.loader import dump_config, pipeline_stages
+from slipstream.config.pipeline import PipelineConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import SCORE_MOMENTS, RewardModelConfig, SupervisedConfig
 from slipstream.config.schema import (
-    ADVANTAGES,
-    POLICY_LOSSES,
-    AlgorithmConfig,
-    DataConfig,
-    EvaluateConfig,
     EvaluationConfig,
-    PipelineConfig,
     RewardConfig,
     RLConfig,
     RolloutConfig,
     SFTConfig,
 )
-from slipstream.data.source import FILE_TYPES, REASONING_GYM_PREFIX, check_columns, load_rows
+from slipstream.data.columns import Layout, name_columns
+from slipstream.data.source import FILE_TYPES, Row, load_rows
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
 from slipstream.import_path import check_function
-from slipstream.observe.run_directory import RunDirectory, differing_keys, parse_config, require_run_or_empty
+from slipstream.observe.run_directory import RunDirectory, differences_text, parse_config, require_run_or_empty
 from slipstream.rewards.function import check_reward_spec
 from slipstream.workflows.model_facts import (
     has_chat_template,
@@ -44,16 +44,16 @@ from slipstream.workflows.model_facts import (
     read_json,
     read_model_facts,
 )
+from slipstream.workflows.scoring_models import ScoredUnit, require_reward_model, require_start
 
 WHOLE_FILE_BYTES = 64 << 20
 """Data up to this size is read whole here; of larger JSON lines only the first `SAMPLE_BYTES`."""
 SAMPLE_BYTES = 1 << 20
-SHOWN_KEYS = 8
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 REASONING_GYM_COLUMNS = ("question", "answer", "metadata")
 
-Workflow = RLConfig | SFTConfig | RewardModelConfig | EvaluateConfig | PipelineConfig
+Workflow = RLConfig | SupervisedConfig | AnsweringConfig | PipelineConfig
 
 
 def check_config(config: Workflow, *, reward: Callable[..., Any] | None = None) -> None:
@@ -67,6 +67,9 @@ def check_config(config: Workflow, *, reward: Callable[..., Any] | None = None) 
         _check_pipeline(config, reward=reward)
         return
     check_model(config)
+    if isinstance(config, RewardModelConfig):
+        scores: ScoredUnit = "answers" if config.supervision == "pairs" else "steps"
+        require_start(config.model.path, key="model.path", scores=scores)
     check_lengths(config, model_limit(config.model.path))
     _check_sources(config, prefix="", reward=reward)
 
@@ -85,13 +88,10 @@ def check_output_dir(config: Workflow) -> None:
     run = RunDirectory.open(path)
     if not run.has_begun and not run.in_use:
         return
-    differing = differing_keys(parse_config(run.config_text), parse_config(dump_config(config)))
+    differing = differences_text(parse_config(run.config_text), parse_config(dump_config(config)))
     if differing:
-        shown = ", ".join(differing[:SHOWN_KEYS])
-        more = f" and {len(differing) - SHOWN_KEYS} more" if len(differing) > SHOWN_KEYS else ""
         raise RunDirectoryError(
-            f"output_dir {path} holds a run with another configuration (differing: {shown}{more}); "
-            "choose another output_dir"
+            f"output_dir {path} holds a run with another configuration ({differing}); choose another output_dir"
         )
     if run.in_use:
         raise RunDirectoryError(
@@ -105,7 +105,7 @@ def check_output_dir(config: Workflow) -> None:
     )
 
 
-def check_model(config: RLConfig | SupervisedConfig | EvaluateConfig) -> None:
+def check_model(config: RLConfig | SupervisedConfig | AnsweringConfig) -> None:
     """Raise ModelError where a local model folder lacks configuration, weights, tokenizer or chat template."""
     folder = _check_folder(config.model.path)
     if folder is None:
@@ -132,10 +132,11 @@ def check_critic(config: RLConfig, *, prefix: str = "") -> None:
     if not config.has_critic or path is None:
         return
     _check_reader(path, config.model.path, key=f"{prefix}critic.path", model="the critic")
+    require_start(path, key=f"{prefix}critic.path", scores="answers")
     check_lengths(config, model_limit(path), prefix=prefix, model="the critic")
 
 
-def check_reward_model(config: RLConfig | EvaluateConfig, *, prefix: str = "") -> None:
+def check_reward_model(config: RLConfig | AnsweringConfig, *, prefix: str = "") -> None:
     """Raise ModelError where a local folder for the reward model is none, or its tokens are not those of the policy.
 
     Raises ConfigError where the longest sequence would not fit it.
@@ -148,22 +149,65 @@ def check_reward_model(config: RLConfig | EvaluateConfig, *, prefix: str = "") -
     folder = _check_reader(path, config.model.path, key=key, model="the reward model")
     if folder is not None:
         settings = read_json(folder / "config.json")
-        architectures = settings.get("architectures") or []
-        if not any("ForSequenceClassification" in name for name in architectures):
-            raise ModelError(
-                f"{key}: {path!r} is {', '.join(architectures) or 'a model that names no architecture'}, no reward "
-                "model; train one with `slipstream reward-model`"
-            )
-        # Transformers writes no labels where there are two.
-        labels = len(settings.get("id2label") or range(2))
-        if labels != 1:
-            raise ModelError(f"{key}: {path!r} is a classifier with {labels} labels; a reward model has one")
+        require_reward_model(settings, config.reward, path=path, prefix=prefix)
         if config.reward.normalize_model_scores and SCORE_MOMENTS not in settings:
             raise ModelError(
                 f"{prefix}reward.normalize_model_scores: {path!r} has no {SCORE_MOMENTS} in its config.json; train it "
                 "with `slipstream reward-model`, or set it false"
             )
     check_lengths(config, model_limit(path), prefix=prefix, model="the reward model")
+
+
+def check_teacher(config: RLConfig | SFTConfig, *, prefix: str = "") -> None:
+    """Raise ModelError where a local folder for the teacher is none, or it does not have exactly the policy's tokens.
+
+    Raises ConfigError where the longest sequence would not fit it.
+    """
+    path, key = _teacher_of(config, prefix)
+    if path is None:
+        return
+    folder = _check_reader(path, config.model.path, key=key, model="the teacher")
+    policy = local_folder(config.model.path)
+    if folder is not None and policy is not None:
+        _check_teacher_tokens(folder, policy, key=key)
+    check_lengths(config, model_limit(path), prefix=prefix, model="the teacher")
+
+
+def _teacher_of(config: RLConfig | SFTConfig, prefix: str) -> tuple[str | None, str]:
+    """Path of the teacher, None where there is none, and the key it stands in."""
+    if isinstance(config, RLConfig):
+        return config.algorithm.teacher, f"{prefix}algorithm.teacher"
+    return None if config.teacher is None else config.teacher.path, f"{prefix}teacher.path"
+
+
+def _check_teacher_tokens(folder: Path, policy: Path, *, key: str) -> None:
+    """Raise ModelError where added tokens differ, or the teacher lacks a row for a token. `_check_reader` was there."""
+    ours, theirs = _added_tokens(policy), _added_tokens(folder)
+    if ours is None or theirs is None:
+        return
+    if ours != theirs:
+        token, number = min(ours.items() ^ theirs.items())
+        raise ModelError(
+            f"{key}: the tokenizers in {str(folder)!r} and in {str(policy)!r} (model.path) have different added "
+            f"tokens, such as {token!r} (id {number}); a teacher must have the same ones: choose one of the same family"
+        )
+    vocabulary = _vocabulary(policy)
+    # A mapping to ids, or a list in their order.
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or []))
+    highest, rows = max([*ours.values(), *ids], default=-1), read_model_facts(folder).vocabulary_size
+    if rows <= highest:
+        raise ModelError(
+            f"{key}: the model in {str(folder)!r} has {rows} rows (vocab_size), and the tokenizer in {str(policy)!r} "
+            f"(model.path) a token with the id {highest}; choose a teacher with a row for each token"
+        )
+
+
+def _added_tokens(folder: Path) -> dict[str, int] | None:
+    """Tokens that a folder's tokenizer has besides its vocabulary, with their ids; None without a tokenizer.json."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    return {token["content"]: token["id"] for token in read_json(file).get("added_tokens") or []}
 
 
 def _check_reader(path: str, policy_path: str, *, key: str, model: str) -> Path | None:
@@ -178,8 +222,8 @@ def _check_reader(path: str, policy_path: str, *, key: str, model: str) -> Path 
         ours, theirs = _vocabulary(policy), _vocabulary(folder)
         if ours and theirs and ours != theirs:
             raise ModelError(
-                f"{key}: the tokenizer in {path!r} has other tokens than that of model.path: {model} would read "
-                "another text; choose a model of the same family"
+                f"{key}: the tokenizer in {path!r} has other tokens than that of model.path {policy_path!r}: {model} "
+                "would read another text; choose a model of the same family"
             )
     return folder
 
@@ -215,7 +259,7 @@ def model_limit(path: str) -> int | None:
 
 
 def check_lengths(
-    config: RLConfig | SupervisedConfig | EvaluateConfig,
+    config: RLConfig | SupervisedConfig | AnsweringConfig,
     limit: int | None,
     *,
     prefix: str = "",
@@ -242,16 +286,24 @@ def check_lengths(
             )
 
 
-def check_data(config: DataConfig, *, key: str = "data") -> None:
+def check_data(config: DataConfig, layout: Layout, *, key: str = "data", needs_label: bool = True) -> None:
     """Raise DataError where a local source is missing, empty, unreadable, or lacks a column. `key`: its section."""
-    path = Path(config.source).expanduser()
-    with naming_section(key):
-        if config.source.startswith(REASONING_GYM_PREFIX):
-            _check_task(config)
-        elif path.exists() and _size_of_data(path) > WHOLE_FILE_BYTES:
-            _check_sample(path, config)
-        elif path.exists() or _can_only_be_file(config.source):
-            load_rows(config)
+    for name, part in config.parts.items():
+        with naming_section(f"{key}.mix.{name}" if name else key):
+            rows = _rows_to_check(part)
+            if rows:
+                name_columns(rows, part, layout, needs_label=needs_label)
+
+
+def layout_of(config: Section) -> Layout:
+    """What the rows of a workflow's data sections are."""
+    if isinstance(config, SFTConfig):
+        return Layout.RESPONSES
+    if isinstance(config, RewardModelConfig):
+        return Layout.PAIRS if config.supervision == "pairs" else Layout.LABELLED_STEPS
+    if isinstance(config, PreferenceConfig):
+        return Layout.PAIRS if config.is_paired else Layout.LABELLED_ANSWERS
+    return Layout.PROMPTS
 
 
 @contextmanager
@@ -270,7 +322,12 @@ def evaluation_key(dataset: str) -> str:
 
 
 def count_rows(config: DataConfig) -> int | None:
-    """Rows of a data source, None where only loading tells: a hub data set, or files too large to read here."""
+    """Rows of a data section, None where only loading tells: a hub data set, or files too large to read here."""
+    counts = [_count_rows_of(part) for part in config.parts.values()]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
+def _count_rows_of(config: DataConfig) -> int | None:
     if config.source.startswith(REASONING_GYM_PREFIX):
         return config.rows
     path = Path(config.source).expanduser()
@@ -280,32 +337,57 @@ def count_rows(config: DataConfig) -> int | None:
 
 
 def _check_pipeline(config: PipelineConfig, *, reward: Callable[..., Any] | None) -> None:
-    sft, rl = pipeline_stages(config)
-    for name, stage in (("sft", sft), ("rl", rl)):
-        check_lengths(stage, config.policy.max_tokens, prefix=f"{name}.")
-        _check_sources(stage, prefix=f"{name}.", reward=reward)
+    for name, stage in pipeline_stages(config).items():
+        prefix = f"{name.partition('/')[0]}."
+        check_lengths(stage, config.policy.max_tokens, prefix=prefix)
+        if isinstance(stage, RLConfig | SFTConfig):
+            _refuse_teacher(stage, prefix=prefix)
+        made = frozenset({str(Path(config.output_dir) / "reward_model" / "export")})
+        _check_sources(stage, prefix=prefix, reward=reward, made=made)
+
+
+def _refuse_teacher(stage: SFTConfig | RLConfig, *, prefix: str) -> None:
+    """Raise ConfigError for a stage with a teacher: the new policy has a tokenizer that no other model has."""
+    path, key = _teacher_of(stage, prefix)
+    if path is not None:
+        raise ConfigError(
+            f"{key}: a pipeline makes a tokenizer of its own, and a teacher must have the same tokens; remove it, or "
+            "distil what the pipeline exported with `slipstream sft` or `slipstream rl`"
+        )
 
 
 def _check_sources(
-    config: RLConfig | SupervisedConfig | EvaluateConfig, *, prefix: str, reward: Callable[..., Any] | None
+    config: RLConfig | SupervisedConfig | AnsweringConfig,
+    *,
+    prefix: str,
+    reward: Callable[..., Any] | None,
+    made: frozenset[str] = frozenset(),
 ) -> None:
+    """`made`: folders of models that an earlier stage of a pipeline will have made."""
+    needs_label = not isinstance(config, SupervisedConfig) and config.reward.compares
     for key, data in _data_of(config):
-        check_data(data, key=f"{prefix}{key}")
-    if isinstance(config, RLConfig | EvaluateConfig):
-        _check_reward(config.reward, reward, prefix=prefix)
-        check_reward_model(config, prefix=prefix)
+        check_data(data, layout_of(config), key=f"{prefix}{key}", needs_label=needs_label)
+    if isinstance(config, RLConfig | AnsweringConfig):
+        is_optional = isinstance(config, GenerateConfig) or (isinstance(config, RLConfig) and not config.needs_reward)
+        if config.reward.is_given or not is_optional:
+            _check_reward(config.reward, reward, prefix=prefix)
+        if config.reward.model not in made:
+            check_reward_model(config, prefix=prefix)
+    if isinstance(config, RLConfig | SFTConfig):
+        check_teacher(config, prefix=prefix)
     if isinstance(config, RLConfig):
         _check_algorithm(config.algorithm, prefix=prefix)
-        check_critic(config, prefix=prefix)
+        if config.critic.path not in made:
+            check_critic(config, prefix=prefix)
 
 
 def _check_reward(config: RewardConfig, reward: Callable[..., Any] | None, *, prefix: str) -> None:
-    if reward is not None or (config.function is None and config.model is not None):
+    if reward is not None or (config.function is None and (config.model is not None or config.urls)):
         return
     if config.function is None:
         raise ConfigError(
             f"{prefix}reward.function: missing; expected 'module:function', 'path/to/file.py:function' or the name of "
-            "a built-in rule, or else reward.model, the path of a reward model"
+            "a built-in rule, or else reward.model, the path of a reward model, or reward.urls, addresses of a service"
         )
     try:
         check_reward_spec(config.function)
@@ -327,7 +409,7 @@ def _check_algorithm(config: AlgorithmConfig, *, prefix: str) -> None:
 
 def _data_of(config: Section) -> Iterator[tuple[str, DataConfig]]:
     """The data sections of a workflow by key."""
-    if isinstance(config, RLConfig | SupervisedConfig):
+    if isinstance(config, RLConfig | SupervisedConfig | GenerateConfig):
         yield "data", config.data
     if isinstance(config, SupervisedConfig) and config.evaluation_data is not None:
         yield "evaluation_data", config.evaluation_data
@@ -345,10 +427,21 @@ def _size_of_data(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.suffix.lower() in FILE_TYPES)
 
 
-def _check_sample(path: Path, config: DataConfig) -> None:
+def _rows_to_check(config: DataConfig) -> list[Row]:
+    """The rows of one source, or a sample of them; none where only loading tells."""
+    path = Path(config.source).expanduser()
+    if config.source.startswith(REASONING_GYM_PREFIX):
+        _check_task(config)
+        return [dict.fromkeys(REASONING_GYM_COLUMNS)]
+    if path.exists() and _size_of_data(path) > WHOLE_FILE_BYTES:
+        return _sample(path)
+    return load_rows(config) if path.exists() or _can_only_be_file(config.source) else []
+
+
+def _sample(path: Path) -> list[Row]:
     """The first lines of a file too large to be read here. Folders and other types wait for load time."""
     if not path.is_file() or path.suffix.lower() != ".jsonl":
-        return
+        return []
     with path.open("rb") as stream:
         lines = stream.read(SAMPLE_BYTES).split(b"\n")[:-1]
     rows = []
@@ -359,8 +452,7 @@ def _check_sample(path: Path, config: DataConfig) -> None:
             raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
         if isinstance(row, dict):
             rows.append(row)
-    if rows:
-        check_columns(rows, config)
+    return rows
 
 
 def _check_task(config: DataConfig) -> None:
@@ -370,7 +462,6 @@ def _check_task(config: DataConfig) -> None:
         near = difflib.get_close_matches(task, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DataError(f"data.source: reasoning-gym has no task {task!r}{hint} ({len(known)} tasks known)")
-    check_columns([dict.fromkeys(REASONING_GYM_COLUMNS)], config)
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.rewards.sandbox import describe_isolation
 from slipstream.workflows.dry_run import Machine, look_at_machine, visible_gpus
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Diagnosis:
     hub: str
     hub_reachable: bool
     hub_token: bool
+    isolation: str
     engines: list[EngineFinding]
     hardware: dict[str, Any] | None
     advice: list[str]
@@ -120,6 +122,7 @@ def examine(*, deadline_s: float = IMPORT_DEADLINE_S) -> Diagnosis:
         hub=hub,
         hub_reachable=hub_reachable.result(),
         hub_token=token,
+        isolation=describe_isolation(),
         engines=engines,
         hardware=hardware,
         advice=_advice(engines, on_gpu=machine.gpus > 0, shared_free=shared_free, disk_free=disk_free),
@@ -193,6 +196,7 @@ def _machine_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("disk free here", _gib(diagnosis.disk_free_bytes)),
         ("Hugging Face hub", f"{diagnosis.hub}: {'reachable' if diagnosis.hub_reachable else 'not reachable'}"),
         ("hub token", _yes(diagnosis.hub_token)),
+        ("isolation of programs", diagnosis.isolation),
     ]
 
 

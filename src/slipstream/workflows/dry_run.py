@@ -11,13 +11,23 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cluster.placement import Placement, plan_placement
+from slipstream.config.algorithm import AlgorithmConfig
+from slipstream.config.generate import AnsweringConfig, GenerateConfig
 from slipstream.config.keys import show
 from slipstream.config.loader import dump_config, pipeline_stages
+from slipstream.config.pipeline import PipelineConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.presets import preset_keys
 from slipstream.config.reward_model import RewardModelConfig, SupervisedConfig
-from slipstream.config.schema import AlgorithmConfig, EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig, TrainingConfig
 from slipstream.workflows.checks import Workflow, check_config, count_rows
-from slipstream.workflows.memory_estimate import GIBIBYTE, ProcessMemory, estimate_memory, longest_sequence
+from slipstream.workflows.memory_estimate import (
+    GIBIBYTE,
+    ProcessMemory,
+    estimate_memory,
+    longest_sequence,
+    sequences_per_row,
+)
 from slipstream.workflows.model_facts import ModelFacts, local_folder, read_model_facts, scratch_model_facts
 
 if TYPE_CHECKING:
@@ -41,8 +51,8 @@ class Machine:
 class Work:
     """How much a stage will do, at most: `max_tokens` counts every sequence at its longest.
 
-    `sequences` are trained on (rl, sft, reward-model) or generated (evaluate, where None means that the number of
-    prompts is only known once they are loaded). Evaluations during training are not counted.
+    `sequences` are generated (evaluate, where None means that the number of prompts is only known once they are
+    loaded) or trained on (all others). Evaluations during training are not counted.
     """
 
     steps: int
@@ -56,7 +66,7 @@ class StagePlan:
     """One workflow of the run; a pipeline has two. `memory` is None where a model is not on this machine yet."""
 
     name: str
-    config: RLConfig | SupervisedConfig | EvaluateConfig
+    config: RLConfig | SupervisedConfig | AnsweringConfig
     placement: Placement
     work: Work
     model: ModelFacts | None
@@ -95,11 +105,18 @@ def dry_run(config: Workflow, *, machine: Machine | None = None) -> DryRun:
     machine = machine or look_at_machine()
     if isinstance(config, PipelineConfig):
         scratch = scratch_model_facts(config.policy)
-        sft, rl = pipeline_stages(config)
-        return DryRun(config, machine, (_plan("sft", sft, machine, scratch), _plan("rl", rl, machine, scratch)))
+        stages = pipeline_stages(config).items()
+        return DryRun(config, machine, tuple(_plan(name, stage, machine, scratch) for name, stage in stages))
     folder = local_folder(config.model.path)
     model = None if folder is None else read_model_facts(folder)
-    names = {RLConfig: "rl", SFTConfig: "sft", RewardModelConfig: "reward-model", EvaluateConfig: "evaluate"}
+    names = {
+        RLConfig: "rl",
+        SFTConfig: "sft",
+        RewardModelConfig: "reward-model",
+        PreferenceConfig: "preference",
+        EvaluateConfig: "evaluate",
+        GenerateConfig: "generate",
+    }
     name = names[type(config)]
     return DryRun(config, machine, (_plan(name, config, machine, model),))
 
@@ -136,7 +153,7 @@ def visible_gpus() -> list[str]:
     return names[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
 
 
-def measure_work(config: RLConfig | SupervisedConfig | EvaluateConfig) -> Work:
+def measure_work(config: RLConfig | SupervisedConfig | AnsweringConfig) -> Work:
     """Steps, sequences and the most tokens of a workflow."""
     sequences: int | None
     if isinstance(config, RLConfig):
@@ -144,7 +161,11 @@ def measure_work(config: RLConfig | SupervisedConfig | EvaluateConfig) -> Work:
         sequences = steps * config.rollout.groups_per_step * config.rollout.samples_per_prompt
     elif isinstance(config, SupervisedConfig):
         steps = optimizer_steps = config.steps
-        sequences = steps * config.batch_size * (2 if isinstance(config, RewardModelConfig) else 1)
+        sequences = steps * config.batch_size * sequences_per_row(config)
+    elif isinstance(config, GenerateConfig):
+        steps, optimizer_steps = 1, 0
+        prompts = count_rows(config.data)
+        sequences = None if prompts is None else prompts * config.rollout.samples_per_prompt
     else:
         steps, optimizer_steps = 1, 0
         counts = [count_rows(data) for data in config.evaluation.sets.values()]
@@ -167,20 +188,24 @@ def print_dry_run(plan: DryRun, console: "Console") -> None:
 
 
 def _plan(
-    name: str, config: RLConfig | SupervisedConfig | EvaluateConfig, machine: Machine, model: ModelFacts | None
+    name: str, config: RLConfig | SupervisedConfig | AnsweringConfig, machine: Machine, model: ModelFacts | None
 ) -> StagePlan:
     placement = plan_placement(config, machine.cpus, machine.gpus)
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if machine.native_bfloat16 else "float32"
-    critic, reward_model = _critic_facts(config, model), _reward_model_facts(config, model)
+    others = {
+        "critic": _critic_facts(config, model),
+        "reward_model": _reward_model_facts(config, model),
+        "teacher": _teacher_facts(config, model),
+    }
     memory = None
-    if model is not None and critic is not None and reward_model is not None:
-        memory = estimate_memory(config, placement, model, dtype, critic=critic, reward_model=reward_model)
+    if model is not None and None not in others.values():
+        memory = estimate_memory(config, placement, model, dtype, **others)
     return StagePlan(name, config, placement, measure_work(config), model, dtype, memory)
 
 
-def _critic_facts(config: RLConfig | SupervisedConfig | EvaluateConfig, model: ModelFacts | None) -> ModelFacts | None:
+def _critic_facts(config: RLConfig | SupervisedConfig | AnsweringConfig, model: ModelFacts | None) -> ModelFacts | None:
     """Facts of the model that a critic starts from: the policy's unless it has one of its own."""
     if not isinstance(config, RLConfig) or not config.has_critic or config.critic.path is None:
         return model
@@ -188,12 +213,23 @@ def _critic_facts(config: RLConfig | SupervisedConfig | EvaluateConfig, model: M
 
 
 def _reward_model_facts(
-    config: RLConfig | SupervisedConfig | EvaluateConfig, model: ModelFacts | None
+    config: RLConfig | SupervisedConfig | AnsweringConfig, model: ModelFacts | None
 ) -> ModelFacts | None:
     """Facts of the reward model; the policy's where there is none to estimate."""
     if isinstance(config, SupervisedConfig) or config.reward.model is None:
         return model
     return _facts_of(config.reward.model)
+
+
+def _teacher_facts(
+    config: RLConfig | SupervisedConfig | AnsweringConfig, model: ModelFacts | None
+) -> ModelFacts | None:
+    """Facts of the teacher; the policy's where there is none to estimate."""
+    if isinstance(config, RLConfig) and config.algorithm.teacher is not None:
+        return _facts_of(config.algorithm.teacher)
+    if isinstance(config, SFTConfig) and config.teacher is not None:
+        return _facts_of(config.teacher.path)
+    return model
 
 
 def _facts_of(path: str) -> ModelFacts | None:
@@ -209,6 +245,7 @@ def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
         "config": stage.config.model_dump(),
         "placement": [asdict(actor) for actor in stage.placement.actors],
         "alternating": stage.placement.alternating,
+        "correction": stage.config.correction_mode if isinstance(stage.config, RLConfig) else None,
         "work": asdict(stage.work),
         "model": None if stage.model is None else asdict(stage.model),
         "dtype": stage.dtype,
@@ -236,11 +273,15 @@ def _print_stage(stage: StagePlan, machine: Machine, console: "Console") -> None
     for process in memory.values():
         table.add_row(process.name, "-", "-", *_memory_cells(process))
     console.print(table)
+    if not isinstance(stage.config, AnsweringConfig) and stage.config.training.ranks > 1:
+        console.print(_layout_text(stage.config.training), markup=False)
     if isinstance(stage.config, RLConfig):
         console.print(_preset_text(stage.config.algorithm), markup=False)
     if stage.placement.alternating:
         learner = "Learner, critic" if stage.placement.of_role("critic") else "Learner"
         console.print(f"{learner} and rollout engines take turns; each uses the cores while the others wait.")
+    elif isinstance(stage.config, RLConfig):
+        console.print(_asynchronous_text(stage.config), markup=False)
     console.print(_work_text(stage))
     console.print(_memory_text(stage, machine))
 
@@ -253,6 +294,14 @@ def _memory_cells(process: ProcessMemory | None) -> tuple[str, str]:
     return _gibibytes(process.total_bytes), ", ".join(shown)
 
 
+def _layout_text(training: TrainingConfig) -> str:
+    """How the ranks of a learner are arranged."""
+    return (
+        f"Learner: {training.ranks} ranks = {training.data_parallel} that learn from different sequences x "
+        f"{training.sequence_parallel} that share each of them"
+    )
+
+
 def _preset_text(algorithm: AlgorithmConfig) -> str:
     """What the preset set, and what the recipe set otherwise."""
     resolved = algorithm.model_dump()
@@ -261,6 +310,18 @@ def _preset_text(algorithm: AlgorithmConfig) -> str:
         found = reduce(lambda section, name: section[name], path.split("."), resolved)
         settings.append(f"{path} {show(found)}" + ("" if found == value else f" (the preset's is {show(value)})"))
     return f"Preset {algorithm.preset} sets algorithm: {', '.join(settings) or 'nothing but the defaults'}"
+
+
+def _asynchronous_text(config: RLConfig) -> str:
+    """How old samples may be, and what is done about it."""
+    algorithm, bound = config.algorithm, config.rollout.max_staleness
+    cache = "computed anew" if config.rollout.recompute_cache_on_update else "kept"
+    return (
+        f"Asynchronous: engines generate while the learner trains, on tokens that are at most {bound} publishes old. "
+        f"Correction: {config.correction_mode} ({algorithm.correction_level} weights, bounds "
+        f"{algorithm.correction_low:g} and {algorithm.correction_high:g}). The cache of responses under way is {cache} "
+        "at a publish."
+    )
 
 
 def _work_text(stage: StagePlan) -> str:

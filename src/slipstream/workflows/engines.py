@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cluster.calls import RemoteEngine, gather
 from slipstream.cluster.placement import ActorPlacement, Placement, plan_placement
+from slipstream.cluster.restarts import EngineRestarts
 from slipstream.cluster.session import ClusterSession, await_engines, identify_engines
+from slipstream.config.generate import AnsweringConfig, GenerateConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig, SupervisedConfig
-from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
+from slipstream.config.schema import RLConfig, SFTConfig
 from slipstream.models.hardware import Hardware, detect_hardware, resolve_dtype
+from slipstream.observe.occupancy import Occupancy
 from slipstream.observe.timeline import Timeline
 from slipstream.rewards.engine import RewardEngine
 from slipstream.rewards.model import RewardModelSpec
+from slipstream.rollout.group_stream import Generators
 from slipstream.rollout.messages import RolloutEngineSpec
-from slipstream.rollout.stream import Generators
 from slipstream.training.group import LearnerGroup
 from slipstream.weights.plan import ChannelAddress
 from slipstream.weights.publisher import PROBE_TOKENS, WeightPublisher
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slipstream.training.learner import LearnerSpec
+    from slipstream.training.reference import TeacherSpec
+    from slipstream.training.roles import RoleName
 
 REWARD_ENGINE_CPUS = 0.01
 
@@ -64,18 +70,23 @@ def start_rl_engines(
     rollout_engines = _start_rollout_engines(session, config, placement, hardware)
     reward_engine = _start_reward_engine(session, config, reward, placement=placement, hardware=hardware)
     await_engines(session.engines, deadline_s=start_timeout_s)
+    for engine in rollout_engines:
+        engine.takes_weights = True
     learner = _learner_group(config, ranks)
-    channel = _weight_channel(config, session, rollout_engines, ranks)
+    generators = _generators(
+        session, config, rollout_engines, reward_engine=reward_engine, tokenizer=tokenizer, timeline=timeline
+    )
     publisher = WeightPublisher(
         learner,
         rollout_engines,
-        learner.weight_plan(config.weights.bucket_bytes, channel),
+        open_channel=lambda receivers: _weight_channel(config, session, rollout_engines, ranks, receivers=receivers),
+        restarts=generators.restarts,
+        bucket_bytes=config.weights.bucket_bytes,
         verify=config.weights.verify,
         dtype=resolve_dtype(config.model.dtype, hardware),
         vocabulary_size=len(tokenizer),
         call_timeout_s=config.cluster.call_timeout_s,
     )
-    generators = _generators(config, rollout_engines, reward_engine, tokenizer=tokenizer, timeline=timeline)
     critic = _learner_group(config, critic_ranks) if critic_ranks else None
     return RLEngines(learner, critic, generators, publisher)
 
@@ -87,8 +98,15 @@ def start_sft_learner(session: ClusterSession, config: SFTConfig) -> LearnerGrou
 
 def start_reward_model_learner(session: ClusterSession, config: RewardModelConfig) -> LearnerGroup:
     """Start the learner ranks of a reward model and wait until each is ready."""
-    spec = replace(_policy_spec(config, temperature=1.0), role="reward_model")
-    return _start_supervised_learner(session, config, spec, examples_per_unit=2)
+    role: RoleName = "reward_model" if config.supervision == "pairs" else "process_reward_model"
+    spec = replace(_policy_spec(config, temperature=1.0), role=role)
+    return _start_supervised_learner(session, config, spec, examples_per_unit=config.answers_per_row)
+
+
+def start_preference_learner(session: ClusterSession, config: PreferenceConfig) -> LearnerGroup:
+    """Start the learner ranks of preference training, with a reference if one is to be held, and wait until ready."""
+    spec = replace(_policy_spec(config, temperature=1.0), load_reference=config.loads_reference)
+    return _start_supervised_learner(session, config, spec, examples_per_unit=config.answers_per_row)
 
 
 def _start_supervised_learner(
@@ -102,9 +120,9 @@ def _start_supervised_learner(
     return _learner_group(config, ranks, examples_per_unit=examples_per_unit)
 
 
-def start_evaluation_engines(
+def start_answering_engines(
     session: ClusterSession,
-    config: EvaluateConfig,
+    config: AnsweringConfig,
     *,
     tokenizer: PreTrainedTokenizerBase,
     timeline: Timeline,
@@ -116,7 +134,9 @@ def start_evaluation_engines(
     rollout_engines = _start_rollout_engines(session, config, placement, hardware)
     reward_engine = _start_reward_engine(session, config, reward, placement=placement, hardware=hardware)
     await_engines(session.engines, deadline_s=config.cluster.start_timeout_s)
-    return _generators(config, rollout_engines, reward_engine, tokenizer=tokenizer, timeline=timeline)
+    return _generators(
+        session, config, rollout_engines, reward_engine=reward_engine, tokenizer=tokenizer, timeline=timeline
+    )
 
 
 def _policy_spec(config: RLConfig | SupervisedConfig, *, temperature: float) -> LearnerSpec:
@@ -133,10 +153,24 @@ def _policy_spec(config: RLConfig | SupervisedConfig, *, temperature: float) -> 
         load_reference=isinstance(config, RLConfig) and config.algorithm.kl_coefficient > 0,
         seed=config.seed,
         rank=0,
-        world_size=config.training.ranks,
         activation_checkpointing=config.model.activation_checkpointing,
+        router_loss_coefficient=config.model.router_loss_coefficient,
+        lora=config.model.lora,
+        teacher=_teacher_spec(config),
         timeout_s=config.cluster.call_timeout_s,
     )
+
+
+def _teacher_spec(config: RLConfig | SupervisedConfig) -> TeacherSpec | None:
+    """The teacher beside the policy; None where there is none."""
+    from slipstream.training.reference import TeacherSpec
+
+    if isinstance(config, RLConfig) and config.algorithm.teacher is not None:
+        return TeacherSpec(config.algorithm.teacher, "algorithm.teacher")
+    if isinstance(config, SFTConfig) and config.teacher is not None:
+        teacher = config.teacher
+        return TeacherSpec(teacher.path, "teacher.path", teacher.divergence, teacher.temperature)
+    return None
 
 
 def _critic_spec(config: RLConfig) -> LearnerSpec:
@@ -150,6 +184,9 @@ def _critic_spec(config: RLConfig) -> LearnerSpec:
         training=config.training.model_copy(update={"learning_rate": config.critic.learning_rate}),
         total_optimizer_steps=_optimizer_steps(config, waits_for_critic=False),
         load_reference=False,
+        router_loss_coefficient=None,
+        lora=None,
+        teacher=None,
     )
 
 
@@ -190,9 +227,11 @@ def _meeting_point(rank: RemoteEngine, *, deadline_s: float) -> tuple[str, int]:
 
 
 def _start_rollout_engines(
-    session: ClusterSession, config: RLConfig | EvaluateConfig, placement: Placement, hardware: Hardware
+    session: ClusterSession, config: RLConfig | AnsweringConfig, placement: Placement, hardware: Hardware
 ) -> list[RemoteEngine]:
-    sources = [*config.evaluation.sets.values(), *([config.data] if isinstance(config, RLConfig) else [])]
+    sources = [] if isinstance(config, GenerateConfig) else list(config.evaluation.sets.values())
+    if isinstance(config, RLConfig | GenerateConfig):
+        sources.append(config.data)
     longest_prompt = max(data.max_prompt_tokens for data in sources)
     engines = []
     for index, actor in enumerate(placement.of_role("rollout")):
@@ -207,6 +246,7 @@ def _start_rollout_engines(
             threads=actor.threads,
             seed=config.seed,
             engine_index=index,
+            recompute_cache_on_update=config.rollout.recompute_cache_on_update,
         )
         if config.rollout.engine == "vllm":
             from slipstream.rollout.vllm_engine import VLLMEngine, vllm_environment
@@ -225,7 +265,7 @@ def _start_rollout_engines(
 
 def _start_reward_engine(
     session: ClusterSession,
-    config: RLConfig | EvaluateConfig,
+    config: RLConfig | AnsweringConfig,
     reward: Callable[..., Any] | None,
     *,
     placement: Placement,
@@ -244,6 +284,7 @@ def _start_reward_engine(
         dtype=resolve_dtype(config.model.dtype, hardware),
         threads=actor.threads,
         normalize=config.reward.normalize_model_scores,
+        step_aggregation=config.reward.step_aggregation,
     )
     # The number of threads is set in the engine: children that run a function inherit the environment.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -276,14 +317,17 @@ def _learner_group(
         tokens_per_micro_batch=config.training.tokens_per_micro_batch,
         call_timeout_s=config.cluster.call_timeout_s,
         examples_per_unit=examples_per_unit,
+        share_prompts=config.training.share_prompts,
+        sequence_parallel=config.training.sequence_parallel,
     )
 
 
 def _generators(
-    config: RLConfig | EvaluateConfig,
+    session: ClusterSession,
+    config: RLConfig | AnsweringConfig,
     engines: list[RemoteEngine],
-    reward_engine: RemoteEngine,
     *,
+    reward_engine: RemoteEngine,
     tokenizer: PreTrainedTokenizerBase,
     timeline: Timeline,
 ) -> Generators:
@@ -292,15 +336,27 @@ def _generators(
         reward_engine=reward_engine,
         tokenizer=tokenizer,
         timeline=timeline,
+        occupancy=Occupancy(),
+        restarts=EngineRestarts(
+            session,
+            limit=config.cluster.max_engine_restarts,
+            start_timeout_s=config.cluster.start_timeout_s,
+            timeline=timeline,
+        ),
         seed=config.seed,
         call_timeout_s=config.cluster.call_timeout_s,
     )
 
 
 def _weight_channel(
-    config: RLConfig, session: ClusterSession, engines: list[RemoteEngine], ranks: list[RemoteEngine]
+    config: RLConfig,
+    session: ClusterSession,
+    engines: list[RemoteEngine],
+    ranks: list[RemoteEngine],
+    *,
+    receivers: Sequence[int],
 ) -> ChannelAddress:
-    """Shared memory where learner and engines see the same, gloo otherwise."""
+    """Shared memory where learner and engines see the same, gloo otherwise, to the engines of these indices."""
     kind = config.weights.channel
     if kind == "auto":
         kind = "shared_memory" if {engine.node for engine in engines} == {ranks[0].node} else "gloo"
@@ -310,7 +366,7 @@ def _weight_channel(
     return ChannelAddress(
         kind=kind,
         run_id=session.run_id,
-        receivers=len(engines),
+        receivers=tuple(receivers),
         host=host,
         port=port,
         timeout_s=config.cluster.call_timeout_s,

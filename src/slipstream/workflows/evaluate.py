@@ -14,7 +14,7 @@ from slipstream.data.tokenizer import load_tokenizer
 from slipstream.observe.evaluations import Evaluation
 from slipstream.observe.run_directory import RunDirectory
 from slipstream.workflows.checks import check_config
-from slipstream.workflows.engines import start_evaluation_engines
+from slipstream.workflows.engines import start_answering_engines
 from slipstream.workflows.held_out import HeldOutPrompts, load_held_out
 from slipstream.workflows.records import RunRecords
 from slipstream.workflows.rl import require_reward
@@ -32,12 +32,12 @@ def evaluate(config: EvaluateConfig, *, reward: Callable[..., Any] | None = None
         stack.enter_context(terminate_as_interrupt())
         # Before there is a run directory: data that cannot be used leaves nothing behind.
         tokenizer = load_tokenizer(config.model.path)
-        sets = load_held_out(config.evaluation, tokenizer)
+        sets = load_held_out(config.evaluation, tokenizer, needs_label=config.reward.compares)
         directory = stack.enter_context(RunDirectory.create(config.output_dir, dump_config(config), "evaluate"))
         records = stack.enter_context(RunRecords(directory, config.tracking, title="evaluate", total_steps=1, keep=1))
         session = stack.enter_context(ClusterSession(config.cluster, log_folder=directory.path / "logs"))
         with records.console.phase("starting the engines"):
-            generators = start_evaluation_engines(
+            generators = start_answering_engines(
                 session, config, tokenizer=tokenizer, timeline=records.timeline, reward=reward
             )
         with records.console.phase("evaluating"):

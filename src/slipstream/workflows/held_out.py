@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.algorithms.evaluation import average_at_k, pass_at_k
-from slipstream.cluster.calls import gather
+from slipstream.config.data import DataConfig
 from slipstream.config.evaluation import FIRST_SET, pass_at_name, pass_at_sizes
 from slipstream.config.schema import EvaluateConfig, EvaluationConfig, RLConfig
-from slipstream.data.prompts import build_prompts, evaluation_identities
-from slipstream.data.tokenizer import load_tokenizer
+from slipstream.data.answers import evaluation_identities
+from slipstream.data.columns import Layout
+from slipstream.data.mixture import Mixture
+from slipstream.data.prompts import DropReport, build_prompts
+from slipstream.data.tokenizer import load_tokenizer, require_same_tokens
 from slipstream.data.trajectory import Group, Prompt, PromptOccurrence, Trajectory
 from slipstream.errors import RewardError, WeightSyncError
 from slipstream.observe.evaluations import Evaluation, EvaluationSample
 from slipstream.observe.logs import get_logger
+from slipstream.rollout.group_stream import Generators, GroupStream
 from slipstream.rollout.messages import SamplingParameters
-from slipstream.rollout.stream import Generators, GroupStream
-from slipstream.workflows.checks import evaluation_key, naming_section
+from slipstream.workflows.checks import evaluation_key
+from slipstream.workflows.learned_rows import load_mixture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +43,7 @@ class RLData:
     """What an RL run draws from: prompts to train on, held-out prompts by set (perhaps none), and the tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
-    training: list[Prompt]
+    training: Mixture[Prompt]
     held_out: dict[str, list[Prompt]]
 
 
@@ -49,24 +53,52 @@ def load_rl_data(config: RLConfig) -> RLData:
     Training prompts that are held-out prompts too, of whichever set, are dropped, unless the configuration wants them.
     Raises DataError, ModelError or ConfigError: call it before a run directory is made.
     """
+    if config.algorithm.teacher is not None:
+        require_same_tokens(config.algorithm.teacher, config.model.path, key="algorithm.teacher", exactly=True)
     tokenizer = load_tokenizer(config.model.path)
-    held_out = load_held_out(config.evaluation, tokenizer)
+    needs_label = config.reward.compares
+    held_out = load_held_out(config.evaluation, tokenizer, needs_label=needs_label)
     excluded: frozenset[str] = frozenset()
     if config.evaluation.exclude_from_training:
-        excluded = excluded.union(*map(evaluation_identities, config.evaluation.sets.values()))
-    training, report = build_prompts(config.data, tokenizer, exclude=excluded)
-    logger.info(f"training prompts: {report}")
+        excluded = excluded.union(
+            *(
+                evaluation_identities(data, Layout.PROMPTS, needs_label=needs_label)
+                for data in config.evaluation.sets.values()
+            )
+        )
+    training = load_prompts(
+        config.data, tokenizer, key="data", noun="training prompts", exclude=excluded, needs_label=needs_label
+    )
     return RLData(tokenizer, training, held_out)
 
 
-def load_held_out(evaluation: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
+def load_held_out(
+    evaluation: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, *, needs_label: bool
+) -> dict[str, list[Prompt]]:
     """The prompts of every held-out set by its name; says what was dropped and why. Raises as `load_rl_data` does."""
-    held_out = {}
-    for name, data in evaluation.sets.items():
-        with naming_section(evaluation_key(name)):
-            held_out[name], report = build_prompts(data, tokenizer)
-        logger.info(f"{name} prompts: {report}")
-    return held_out
+    return {
+        name: load_prompts(
+            data, tokenizer, key=evaluation_key(name), noun=f"{name} prompts", needs_label=needs_label
+        ).items
+        for name, data in evaluation.sets.items()
+    }
+
+
+def load_prompts(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    key: str,
+    noun: str,
+    exclude: frozenset[str] = frozenset(),
+    needs_label: bool,
+) -> Mixture[Prompt]:
+    """The prompts of all sources of the section at `key`; says what was dropped and why."""
+
+    def build(part: DataConfig, _: str) -> tuple[list[Prompt], DropReport]:
+        return build_prompts(part, tokenizer, exclude=exclude, needs_label=needs_label)
+
+    return load_mixture(data, build, key=key, noun=noun)
 
 
 class HeldOutPrompts:
@@ -77,7 +109,9 @@ class HeldOutPrompts:
     ) -> None:
         """`sets`: the prompts of each held-out set by its name, the first set first."""
         self.sets = {
-            name: [PromptOccurrence(group_id=_group_id(name, prompt), prompt=prompt) for prompt in prompts]
+            name: [
+                PromptOccurrence(group_id=_group_id(name, place), prompt=prompt) for place, prompt in enumerate(prompts)
+            ]
             for name, prompts in sets.items()
         }
         self.generators = generators
@@ -92,10 +126,8 @@ class HeldOutPrompts:
         sampled = self._answer(self.config.rollout.temperature, self.config.evaluation.samples_per_prompt)
         greedy = self._answer(0.0, 1)
         # What the evaluation left in the prefix caches must not change the batches that training draws next.
-        gather(
-            [engine.submit("reset_prefix_cache") for engine in self.generators.engines],
-            deadline_s=self.generators.call_timeout_s,
-        )
+        generators = self.generators
+        generators.restarts.call_ready(generators.engines, "reset_prefix_cache", deadline_s=generators.call_timeout_s)
         for group in (*sampled.values(), *greedy.values()):
             _require_version(group, policy_version)
         return [
@@ -185,8 +217,8 @@ class _Answers:
             logger.warning(f"the reward failed for {self.unscored} of {len(answers)} {what}: left out")
 
 
-def _group_id(dataset: str, prompt: Prompt) -> str:
-    return f"evaluation-{prompt.row}" if dataset == FIRST_SET else f"evaluation-{dataset}-{prompt.row}"
+def _group_id(dataset: str, place: int) -> str:
+    return f"evaluation-{place}" if dataset == FIRST_SET else f"evaluation-{dataset}-{place}"
 
 
 def _require_version(group: Group, policy_version: int) -> None:

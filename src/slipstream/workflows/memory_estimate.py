@@ -4,11 +4,14 @@ Sums what is large and can be counted. Leaves out fragmentation and what grows w
 measured on a CPU machine and are rounded up.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from slipstream.cluster.placement import Placement, Role
+from slipstream.config.generate import AnsweringConfig, GenerateConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig, SupervisedConfig
-from slipstream.config.schema import EvaluateConfig, RLConfig, TrainingConfig
+from slipstream.config.schema import RLConfig, SFTConfig, TrainingConfig
 from slipstream.rewards.model import TOKENS_PER_BATCH
 from slipstream.workflows.model_facts import ModelFacts
 
@@ -45,18 +48,19 @@ class ProcessMemory:
 
 
 def estimate_memory(
-    config: RLConfig | SupervisedConfig | EvaluateConfig,
+    config: RLConfig | SupervisedConfig | AnsweringConfig,
     placement: Placement,
     model: ModelFacts,
     dtype: str,
     *,
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
+    teacher: ModelFacts | None = None,
 ) -> list[ProcessMemory]:
     """Memory of each process of `placement`, and of Ray's own. `dtype` is float32 or bfloat16.
 
     `critic` None: the critic starts from the policy's model. It is counted with the vocabulary's matrix all the same.
-    `reward_model` None: it is as large as the policy.
+    `reward_model` None: it is as large as the policy. `teacher` None: so is the teacher, where there is one.
     """
     processes = []
     for actor in placement.actors:
@@ -67,37 +71,53 @@ def estimate_memory(
             parts = {"base": REWARD_WORKER_BASE_BYTES}
         elif actor.role == "rollout" and not isinstance(config, SupervisedConfig):
             parts = _rollout_parts(config, model, dtype, on_gpu=actor.gpus > 0)
-        elif actor.role == "learner" and not isinstance(config, EvaluateConfig):
-            parts = _learner_parts(config, model, dtype, is_first=actor.name.endswith(" 0"))
+        elif actor.role == "learner" and not isinstance(config, AnsweringConfig):
+            is_first = actor.name.endswith(" 0")
+            parts = _learner_parts(config, model, dtype, is_first=is_first, teacher=teacher or model)
         elif actor.role == "reward_model":
             parts = _scoring_parts(config, reward_model or model, dtype)
         elif actor.role == "critic" and isinstance(config, RLConfig):
-            parts = _training_parts(config, critic or model, dtype)
+            parts = _training_parts(config, critic or model, dtype, has_adapter=False)
         processes.append(ProcessMemory(actor.name, actor.role, parts))
     return [*processes, ProcessMemory("Ray", None, {"base": RAY_BASE_BYTES})]
 
 
-def longest_sequence(config: RLConfig | SupervisedConfig | EvaluateConfig) -> int:
+def longest_sequence(config: RLConfig | SupervisedConfig | AnsweringConfig) -> int:
     """Tokens of the longest sequence the configuration allows: prompt and response."""
     if isinstance(config, SupervisedConfig):
         return config.max_tokens
-    sources = [config.data] if isinstance(config, RLConfig) else list(config.evaluation.sets.values())
+    sources = [config.data] if isinstance(config, RLConfig | GenerateConfig) else list(config.evaluation.sets.values())
     return max(data.max_prompt_tokens for data in sources) + config.rollout.max_response_tokens
 
 
-def learner_state_bytes(model: ModelFacts, training: TrainingConfig, *, dtype: str) -> dict[str, int]:
+def sequences_per_row(config: RLConfig | SupervisedConfig) -> int:
+    """So many sequences are learned from together: two where the data has pairs."""
+    return config.answers_per_row if isinstance(config, PreferenceConfig | RewardModelConfig) else 1
+
+
+def adapter_parameters(model: ModelFacts, rank: int) -> int:
+    """Numbers in a LoRA adapter of all linear modules of a Llama block: rank * (rows + columns) of each."""
+    hidden, keys, inner = model.hidden_size, model.key_value_width, model.intermediate_size
+    return model.layers * rank * (2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + inner))
+
+
+def learner_state_bytes(
+    model: ModelFacts, training: TrainingConfig, *, dtype: str, learned: int | None = None
+) -> dict[str, int]:
     """Weights, gradients and AdamW states of one rank under ZeRO (arXiv 1910.02054, section 5).
 
     A stage partitions over the ranks: 1 the optimizer states, 2 the gradients too, 3 the weights too. From stage 1 on
     DeepSpeed keeps a float32 master copy of the weights, even of float32 weights; at stage 0 only of bfloat16 ones.
+    `learned` parameters have gradients and states; None for all.
     """
+    learned = model.parameters if learned is None else learned
     width = BYTES_OF_DTYPE[dtype]
     ranks = training.ranks
-    master = model.parameters * FLOAT32_BYTES if training.zero_stage >= 1 or dtype != "float32" else 0
-    optimizer = model.parameters * FLOAT32_BYTES * ADAM_MOMENTS + master
+    master = learned * FLOAT32_BYTES if training.zero_stage >= 1 or dtype != "float32" else 0
+    optimizer = learned * FLOAT32_BYTES * ADAM_MOMENTS + master
     return {
         "weights": model.parameters * width // (ranks if training.zero_stage == 3 else 1),
-        "gradients": model.parameters * width // (ranks if training.zero_stage >= 2 else 1),
+        "gradients": learned * width // (ranks if training.zero_stage >= 2 else 1),
         "optimizer": optimizer // (ranks if training.zero_stage >= 1 else 1),
     }
 
@@ -115,11 +135,15 @@ def activation_bytes(model: ModelFacts, *, tokens: int, dtype: str, checkpointin
     return tokens * per_token * width
 
 
-def _training_parts(config: RLConfig | SupervisedConfig, model: ModelFacts, dtype: str) -> dict[str, int]:
-    """What a rank needs to train a model, whatever its head."""
-    unit = longest_sequence(config) * (2 if isinstance(config, RewardModelConfig) else 1)
-    tokens = max(config.training.tokens_per_micro_batch, unit)
-    parts = {"base": LEARNER_BASE_BYTES, **learner_state_bytes(model, config.training, dtype=dtype)}
+def _training_parts(
+    config: RLConfig | SupervisedConfig, model: ModelFacts, dtype: str, *, has_adapter: bool
+) -> dict[str, int]:
+    """What a rank needs to train a model, whatever its head: its adapter alone, or all of it."""
+    unit = longest_sequence(config) * sequences_per_row(config)
+    tokens = math.ceil(max(config.training.tokens_per_micro_batch, unit) / config.training.sequence_parallel)
+    learned = adapter_parameters(model, config.model.lora.rank) if has_adapter and config.model.lora else None
+    states = learner_state_bytes(model, config.training, dtype=dtype, learned=learned)
+    parts = {"base": LEARNER_BASE_BYTES, **states}
     parts["activations"] = activation_bytes(
         model, tokens=tokens, dtype=dtype, checkpointing=config.model.activation_checkpointing
     )
@@ -127,15 +151,23 @@ def _training_parts(config: RLConfig | SupervisedConfig, model: ModelFacts, dtyp
 
 
 def _learner_parts(
-    config: RLConfig | SupervisedConfig, model: ModelFacts, dtype: str, *, is_first: bool
+    config: RLConfig | SupervisedConfig, model: ModelFacts, dtype: str, *, is_first: bool, teacher: ModelFacts
 ) -> dict[str, int]:
-    parts = _training_parts(config, model, dtype)
+    has_adapter = config.model.lora is not None
+    parts = _training_parts(config, model, dtype, has_adapter=has_adapter)
     if isinstance(config, RewardModelConfig):
         return parts
     chunk = config.training.logits_chunk_tokens
     parts["logits"] = chunk * model.vocabulary_size * FLOAT32_BYTES * LOGITS_COPIES
+    if _has_teacher(config):
+        parts["teacher"] = teacher.parameters * BYTES_OF_DTYPE[dtype]
+        if isinstance(config, SFTConfig):
+            # Its logits stand beside the policy's.
+            parts["logits"] += chunk * teacher.vocabulary_size * FLOAT32_BYTES * LOGITS_COPIES
+    if isinstance(config, PreferenceConfig) and config.loads_reference and not has_adapter:
+        parts["reference"] = model.parameters * BYTES_OF_DTYPE[dtype]
     if isinstance(config, RLConfig):
-        if config.algorithm.kl_coefficient > 0:
+        if config.algorithm.kl_coefficient > 0 and not has_adapter:
             parts["reference"] = parts["weights"]
         if is_first:
             # One bucket at a time is on its way to the rollout engines.
@@ -143,8 +175,14 @@ def _learner_parts(
     return parts
 
 
+def _has_teacher(config: RLConfig | SupervisedConfig) -> bool:
+    if isinstance(config, RLConfig):
+        return config.algorithm.teacher is not None
+    return isinstance(config, SFTConfig) and config.teacher is not None
+
+
 def _scoring_parts(
-    config: RLConfig | SupervisedConfig | EvaluateConfig, model: ModelFacts, dtype: str
+    config: RLConfig | SupervisedConfig | AnsweringConfig, model: ModelFacts, dtype: str
 ) -> dict[str, int]:
     """What a reward model needs to score. A forward pass keeps no more than one block at a time."""
     tokens = max(TOKENS_PER_BATCH, longest_sequence(config))
@@ -156,7 +194,9 @@ def _scoring_parts(
     }
 
 
-def _rollout_parts(config: RLConfig | EvaluateConfig, model: ModelFacts, dtype: str, *, on_gpu: bool) -> dict[str, int]:
+def _rollout_parts(
+    config: RLConfig | AnsweringConfig, model: ModelFacts, dtype: str, *, on_gpu: bool
+) -> dict[str, int]:
     rollout = config.rollout
     weights = model.parameters * BYTES_OF_DTYPE[dtype]
     if rollout.engine == "vllm":

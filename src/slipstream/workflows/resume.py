@@ -8,7 +8,9 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.generate import GenerateConfig
 from slipstream.config.loader import validate_config
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import RLConfig, SFTConfig
 from slipstream.errors import RunDirectoryError
@@ -62,7 +64,8 @@ def _resume(run_dir: Path, workflow: str, *, reward: Callable[..., Any] | None) 
             from slipstream.workflows.rl import require_reward, resume_rl
 
             rl_config = validate_config(RLConfig, settings)
-            require_reward(rl_config.reward, reward)
+            if rl_config.needs_reward or reward is not None:
+                require_reward(rl_config.reward, reward)
             checkpoint = _latest_checkpoint(directory, rl_config.checkpoint.keep)
             return resume_rl(rl_config, directory, checkpoint, reward=reward)
         if directory.workflow == "sft":
@@ -75,6 +78,16 @@ def _resume(run_dir: Path, workflow: str, *, reward: Callable[..., Any] | None) 
 
             config = validate_config(RewardModelConfig, settings)
             return resume_reward_model(config, directory, _latest_checkpoint(directory, config.checkpoint.keep))
+        if directory.workflow == "preference":
+            from slipstream.workflows.preference import resume_preference
+
+            preference_config = validate_config(PreferenceConfig, settings)
+            checkpoint = _latest_checkpoint(directory, preference_config.checkpoint.keep)
+            return resume_preference(preference_config, directory, checkpoint)
+        if directory.workflow == "generate":
+            from slipstream.workflows.generate import resume_generate
+
+            return resume_generate(validate_config(GenerateConfig, settings), directory, reward=reward)
         raise RunDirectoryError(
             f"{directory.path} is a run of `slipstream {directory.workflow}`, which has nothing to resume: "
             "start it again with another output_dir"

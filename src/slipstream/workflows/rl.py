@@ -29,7 +29,8 @@ def train_rl(config: RLConfig, *, reward: Callable[..., Any] | None = None) -> d
     `reward` may be a function in place of `reward.function` in the configuration: it takes a `ScoredText` and returns
     a number, or named numbers that are summed. Raises a SlipstreamError for anything the user can mend.
     """
-    require_reward(config.reward, reward)
+    if config.needs_reward or reward is not None:
+        require_reward(config.reward, reward)
     check_config(config, reward=reward)
     # Before there is a run directory: data that cannot be used leaves nothing behind.
     data = load_rl_data(config)
@@ -60,15 +61,20 @@ def _train(
 
 
 def require_reward(config: RewardConfig, function: Callable[..., Any] | None) -> None:
-    """Raise ConfigError unless there is a reward: a function, by name or as an object, a reward model, or both."""
+    """Raise ConfigError unless there is a reward: a function, by name or as an object, or a service; a model; or both.
+
+    That there are not both a function by name and a service is checked with the configuration.
+    """
+    if config.urls and function is not None:
+        raise ConfigError("there are two rewards: reward.urls in the configuration, and reward= in Python; give one")
     if config.function is not None and function is not None:
         raise ConfigError(
             "there are two reward functions: reward.function in the configuration, and reward= in Python; give one"
         )
-    if config.function is None and function is None and config.model is None:
+    if config.function is None and function is None and config.model is None and not config.urls:
         raise ConfigError(
             "a reward is needed: name a function by reward.function in the configuration, or pass it as reward= in "
-            "Python, or give the path of a reward model as reward.model"
+            "Python, or give the path of a reward model as reward.model, or the address of a service in reward.urls"
         )
 
 
@@ -76,9 +82,9 @@ def loop(run: RLRun) -> None:
     """The method: generate, prepare, learn, publish, until all steps are done."""
     while run.step < run.config.steps:
         with run.phase("generate"):
-            groups = run.rollouts.take(run.config.rollout.groups_per_step)
+            groups = run.rollouts.take(run.config.rollout.groups_per_step, meanwhile=run.work_ahead)
         with run.phase("prepare"):
-            batch = prepare(groups, run.algorithm, run.learner, run.critic)
+            batch = prepare(groups, run.algorithm, run.learner, run.critic, headstart=run.headstart)
         with run.phase("train"):
             metrics = run.train(batch)
         with run.phase("publish"):

@@ -6,23 +6,30 @@ The same learner, packing and invariants as in RL; only the objective and the so
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slipstream.config.data import DataConfig
 from slipstream.config.loader import dump_config
 from slipstream.config.schema import SFTConfig
+from slipstream.data.columns import Layout
 from slipstream.data.conversation import build_sft_examples
-from slipstream.data.cursor import RowCursor
-from slipstream.data.prompts import evaluation_identities
-from slipstream.data.tokenizer import load_tokenizer
+from slipstream.data.mixture import MixtureCursor
+from slipstream.data.prompts import DropReport
+from slipstream.data.tokenizer import require_same_tokens
 from slipstream.data.trajectory import TrainingExample
 from slipstream.observe.logs import get_logger
 from slipstream.observe.run_directory import RunDirectory
 from slipstream.workflows.batch import with_token_mean_weights
 from slipstream.workflows.checks import check_config
 from slipstream.workflows.engines import start_sft_learner
+from slipstream.workflows.learned_rows import LearnedRows, load_learned_rows
 from slipstream.workflows.training_run import TrainingRun, numbers, start_or_restore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slipstream.algorithms.objective import Objective
 
 logger = get_logger("sft")
 
@@ -41,7 +48,9 @@ def resume_sft(config: SFTConfig, directory: RunDirectory, checkpoint: Path | No
     return _train(config, load_sft_data(config), directory=directory, checkpoint=checkpoint)
 
 
-def _train(config: SFTConfig, data: SFTData, *, directory: RunDirectory, checkpoint: Path | None) -> dict[str, Any]:
+def _train(
+    config: SFTConfig, data: LearnedRows[TrainingExample], *, directory: RunDirectory, checkpoint: Path | None
+) -> dict[str, Any]:
     with SFTRun(config, data, directory=directory) as run:
         start_or_restore(run, checkpoint)
         while not run.is_done:
@@ -54,18 +63,15 @@ class SFTRun(TrainingRun):
 
     config: SFTConfig
 
-    def __init__(self, config: SFTConfig, data: SFTData, *, directory: RunDirectory) -> None:
+    def __init__(self, config: SFTConfig, data: LearnedRows[TrainingExample], *, directory: RunDirectory) -> None:
         super().__init__(directory)
         self.config = config
         self.held_out = data.held_out
-        self.cursor = RowCursor(data.training, seed=config.seed, shuffle=config.data.shuffle)
+        self.cursor = MixtureCursor(data.training, seed=config.seed, shuffle=config.data.shuffle)
         self._is_good_enough = False
 
     def _set_up(self) -> None:
-        # Only here: it imports torch, and bad input is to be refused at once.
-        from slipstream.algorithms.objective import SupervisedObjective
-
-        self.objective = SupervisedObjective()
+        self.objective = make_objective(self.config)
         self.records = self._open_records("sft")
         session = self._open_session()
         with self.records.console.phase("starting the learner"):
@@ -98,7 +104,8 @@ class SFTRun(TrainingRun):
         }
         if self.held_out and self.is_due(self.config.evaluate_every_steps):
             held_out = self.learner.loss(with_token_mean_weights(self.held_out), self.objective)
-            line["evaluation/loss"] = held_out["loss"]
+            measured = ("loss", "divergence", "cross_entropy")
+            line |= {f"evaluation/{name}": held_out[name] for name in measured if name in held_out}
             target = self.config.stop_at_loss
             self._is_good_enough = target is not None and held_out["loss"] <= target
         self.records.write_step(self.step, self.step, metrics=line)
@@ -112,26 +119,34 @@ class SFTRun(TrainingRun):
         return self._finish("sft", {"export": str(self.directory.export_folder)})
 
 
-@dataclass(frozen=True)
-class SFTData:
-    """Examples to train on, and examples that are held out (perhaps none)."""
+def make_objective(config: SFTConfig) -> Objective:
+    """What the learner is to minimize: cross-entropy, or with a teacher the divergence from it."""
+    # Only here: it imports torch, and bad input is to be refused at once.
+    from slipstream.algorithms.objective import DistillationObjective, SupervisedObjective
 
-    training: list[TrainingExample]
-    held_out: list[TrainingExample]
+    if config.teacher is None:
+        return SupervisedObjective()
+    return DistillationObjective(coefficient=config.teacher.coefficient, temperature=config.teacher.temperature)
 
 
-def load_sft_data(config: SFTConfig) -> SFTData:
+def load_sft_data(config: SFTConfig) -> LearnedRows[TrainingExample]:
     """Load and tokenize all rows; rows that are held out are dropped from training. Says what was dropped and why.
 
     Raises DataError, ModelError or ConfigError: call it before a run directory is made.
     """
-    tokenizer = load_tokenizer(config.model.path)
-    held_out: list[TrainingExample] = []
-    excluded: frozenset[str] = frozenset()
-    if config.evaluation_data is not None:
-        held_out, report = build_sft_examples(config.evaluation_data, tokenizer, config.max_tokens)
-        excluded = evaluation_identities(config.evaluation_data)
-        logger.info(f"held-out rows: {report}")
-    training, report = build_sft_examples(config.data, tokenizer, config.max_tokens, exclude=excluded)
-    logger.info(f"training rows: {report}")
-    return SFTData(training, held_out)
+    if config.teacher is not None:
+        require_same_tokens(config.teacher.path, config.model.path, key="teacher.path", exactly=True)
+
+    def build(
+        data: DataConfig, tokenizer: PreTrainedTokenizerBase, exclude: frozenset[str], id_prefix: str
+    ) -> tuple[list[TrainingExample], DropReport]:
+        return build_sft_examples(
+            data,
+            tokenizer,
+            config.max_tokens,
+            exclude=exclude,
+            only_last_turn=config.loss_turns == "last",
+            id_prefix=id_prefix,
+        )
+
+    return load_learned_rows(config, Layout.RESPONSES, build, noun="rows")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from slipstream.cluster.session import ClusterSession, terminate_as_interrupt
-from slipstream.config.reward_model import RewardModelConfig
-from slipstream.config.schema import RLConfig, SFTConfig
+from slipstream.config.reward_model import SupervisedConfig
+from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
 from slipstream.observe.logs import get_logger
 from slipstream.observe.run_directory import RunDirectory
@@ -33,7 +33,7 @@ class TrainingRun:
     besides the learner and what is kept here; and `begin`, for a run that starts from the beginning.
     """
 
-    config: RLConfig | SFTConfig | RewardModelConfig
+    config: RLConfig | SupervisedConfig
     learner: LearnerGroup
     records: RunRecords
 
@@ -152,13 +152,16 @@ class TrainingRun:
     def _write_checkpoint(self, folder: Path) -> None:
         for name, group in self._learners().items():
             group.save(folder / name)
-        state = self._state() | {
+        (folder / CONTROLLER_STATE).write_text(json.dumps(self._controller_state()), encoding="utf-8")
+
+    def _controller_state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the learners."""
+        return self._state() | {
             "step": self.step,
             "elapsed_s": self._elapsed_s(),
             "skipped_in_a_row": self._skipped_in_a_row,
             "ledger": self.records.ledger.state(),
         }
-        (folder / CONTROLLER_STATE).write_text(json.dumps(state), encoding="utf-8")
 
     def _elapsed_s(self) -> float:
         return self._elapsed_before_s + time.monotonic() - self._started
