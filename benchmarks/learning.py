@@ -10,6 +10,9 @@ where the mean reward of the last steps reaches `THRESHOLD`.
 adaptive control of the KL. Its reward is the model's score, in standard deviations; it has learned where the score has
 risen by `SCORE_GAIN` and the KL is within a quarter of its target.
 
+`distillation` learns from a teacher instead of the reward, which is only measured: the start, fine-tuned on the right
+answers.
+
 Prints a table to standard error and one JSON line last; the exit code is 1 if a run did not learn.
 """
 
@@ -39,6 +42,7 @@ SCORE_GAIN = 0.5
 KL_TARGET = 0.5
 AVERAGED_STEPS = 5
 SFT_STEPS = 250
+MAX_TOKENS = 128
 LEARNING_RATE = 1e-3
 # GSPO clips the ratio of a whole response to a few ten-thousandths, made for long responses and many small steps.
 # The bounds in proportion for responses of two tokens and these larger steps.
@@ -48,6 +52,7 @@ STEPS = {"dapo": 15}
 
 REWARD_MODEL_CASE = "ppo_reward_model"
 REWARD_MODEL_STEPS = 100
+TEACHER_STEPS = 100
 CASES = (*PRESETS, REWARD_MODEL_CASE)
 
 
@@ -101,8 +106,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def make_start(folder: Path, seed: int) -> Path:
-    """The policy that every preset starts from: it knows the form of an answer, and picks one of the two digits."""
+def make_start(folder: Path, seed: int, *, tail: str = "") -> Path:
+    """The policy that every preset starts from: it knows the form of an answer, and picks one of the two digits.
+
+    `tail` follows the digit in every answer.
+    """
     from slipstream.data.tokenizer import train_tokenizer
     from slipstream.models.scratch import create_policy
 
@@ -110,10 +118,10 @@ def make_start(folder: Path, seed: int) -> Path:
     rows = list(questions())
     write_rows(folder / "questions.jsonl", rows)
     generator = random.Random(seed)
-    answers = [{**row, "response": generator.choice(row["digits"])} for row in rows for _ in range(20)]
+    answers = [{**row, "response": generator.choice(row["digits"]) + tail} for row in rows for _ in range(20)]
     texts = [row["prompt"] + row["label"] for row in rows]
     create_policy(
-        ScratchPolicyConfig(hidden_size=64, layers=2, heads=2, intermediate_size=192, max_tokens=64),
+        ScratchPolicyConfig(hidden_size=64, layers=2, heads=2, intermediate_size=192, max_tokens=MAX_TOKENS),
         train_tokenizer(texts, ScratchPolicyConfig().vocabulary_size),
         seed=seed,
         folder=folder / "policy",
@@ -122,7 +130,7 @@ def make_start(folder: Path, seed: int) -> Path:
         "seed": seed,
         "steps": SFT_STEPS,
         "batch_size": 128,
-        "max_tokens": 64,
+        "max_tokens": MAX_TOKENS,
         "output_dir": str(folder / "sft"),
         "model": {"path": str(folder / "policy"), "dtype": "float32"},
         "data": {
@@ -154,6 +162,8 @@ def run_preset(preset: str, seed: int, *, start: Path, folder: Path, steps: int)
     reward: dict[str, Any] = {"function": "exact_match"}
     algorithm: dict[str, Any] = {"preset": preset, **OVERRIDES.get(preset, {})}
     critic: dict[str, Any] = {"learning_rate": 2 * LEARNING_RATE}
+    if algorithm["preset"] == "distillation":
+        algorithm["teacher"] = str(make_teacher(folder / f"teacher-{seed}", seed, start=start))
     if preset == REWARD_MODEL_CASE:
         reward_model = make_reward_model(folder / f"reward-model-{seed}", seed, start=start)
         reward = {"model": str(reward_model), "normalize_model_scores": True}
@@ -193,6 +203,29 @@ def run_preset(preset: str, seed: int, *, start: Path, folder: Path, steps: int)
         kl=round(mean(kl), 4) if kl else None,
         seconds=round(time.monotonic() - began, 1),
     )
+
+
+def make_teacher(folder: Path, seed: int, *, start: Path) -> Path:
+    """A model that knows the right answers, from the policy that the preset starts from."""
+    folder.mkdir()
+    answers = [{**row, "response": row["label"]} for row in questions()]
+    settings = {
+        "seed": seed,
+        "steps": TEACHER_STEPS,
+        "batch_size": 64,
+        "max_tokens": 64,
+        "output_dir": str(folder / "run"),
+        "model": {"path": str(start / "sft" / "export"), "dtype": "float32"},
+        "data": {
+            "source": str(write_rows(folder / "answers.jsonl", answers)),
+            "response_key": "response",
+            "max_prompt_tokens": 32,
+        },
+        "training": {"learning_rate": LEARNING_RATE, "warmup_steps": 10, "zero_stage": 1},
+        "tracking": {"tensorboard": False},
+    }
+    train_sft(SFTConfig.model_validate(settings))
+    return folder / "run" / "export"
 
 
 def make_reward_model(folder: Path, seed: int, *, start: Path) -> Path:
