@@ -12,6 +12,8 @@
 
 SET ?= cpu
 UPGRADE ?=
+# Most tests wait for engines to start; each process needs up to 8 GB.
+TEST_PROCESSES ?= 2
 # The first of these that is Python 3.11 or 3.12.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
@@ -25,11 +27,12 @@ INSTALLED := .venv/.installed-$(SET)
 demo: $(INSTALLED)
 	@$(BIN)/slipstream pipeline recipes/demo.yaml --output_dir runs/demo-$$(date +%Y%m%d-%H%M%S) --json
 
+# Files are divided among the processes whole, in their order, since the tests of a file share what they start.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(INSTALLED)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 install: $(INSTALLED)
 

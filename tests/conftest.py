@@ -1,8 +1,11 @@
 """What tests of every section may use: a tiny policy made from scratch, and rows of data for it."""
 
+import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +15,26 @@ from hypothesis import settings
 settings.register_profile("slipstream", deadline=None)
 settings.load_profile("slipstream")
 
+SCRIPT = Path(__file__).parents[1] / "scripts" / "document_models.py"
 ADDITIONS = [(first, second) for first in range(10) for second in range(10)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of `test_kill_anywhere.py` and `test_layouts.py`; here, where pytest looks for them."""
+    parser.addoption("--kills", type=int, default=6, help="kills of test_kill_anywhere (default: 6)")
+    parser.addoption("--kill-seed", type=int, default=0, help="which kills test_kill_anywhere makes, and when")
+    parser.addoption("--every-layout", action="store_true", help="all cells of the table in test_layouts.py")
+
+
+@pytest.fixture(scope="session")
+def families() -> ModuleType:
+    """The script with the families, their tiny configurations and the comparison with vLLM."""
+    specification = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[SCRIPT.stem] = module  # dataclasses look their module up there
+    specification.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +71,24 @@ def tiny_reward_model(tiny_policy: Path, tiny_tokenizer: Any, tmp_path_factory: 
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
     setattr(model.config, SCORE_MOMENTS, {"mean": 2.0, "std": 4.0})
     folder = tmp_path_factory.mktemp("reward_model") / "tiny"
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_process_reward_model(tiny_policy: Path, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A process reward model with the decoder and the tokenizer of the tiny policy, and a head with numbers in it."""
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    from slipstream.config.reward_model import STEP_SEPARATOR
+
+    model = AutoModelForTokenClassification.from_pretrained(tiny_policy, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    torch.nn.init.constant_(model.score.bias, 0.5)
+    setattr(model.config, STEP_SEPARATOR, "\n\n")
+    folder = tmp_path_factory.mktemp("process_reward_model") / "tiny"
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder

@@ -11,13 +11,31 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main, split_overrides
+from slipstream.config.generate import GenerateConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 from slipstream.errors import EngineError
 
-VERBS = ["rl", "sft", "reward-model", "evaluate", "pipeline", "resume", "report", "doctor", "import-gguf"]
+VERBS = [
+    "rl",
+    "sft",
+    "reward-model",
+    "preference",
+    "evaluate",
+    "generate",
+    "pipeline",
+    "resume",
+    "report",
+    "doctor",
+    "grade",
+    "serve-reward",
+    "chat",
+    "merge-lora",
+    "import-gguf",
+]
 HEAVY = ("torch", "transformers", "vllm", "deepspeed", "ray", "datasets", "pyarrow", "numpy", "matplotlib", "rich")
-RL = ["--steps=3", "--output_dir=out", "--model.path=some/model", "--data.source=d.jsonl", "--reward.function=number"]
+RL = ["--steps=3", "--output_dir=out", "--model.path=some/model", "--data.source=d.jsonl", "--reward.function=math"]
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +84,8 @@ def python(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         ),
         (["rl", *RL, "--steps"], "--steps has no value; expected a whole number of at least 1"),
         (["rl", *RL, "--dry_run"], "unknown option --dry_run; did you mean --dry-run?"),
+        (["rl", *RL, "--max_restarts", "3"], "unknown option --max_restarts; did you mean --max-restarts?"),
+        (["rl", *RL, "--max-restarts", "-1"], "argument --max-restarts: found -1, expected a whole number, 0 or more"),
         (["rl", *RL, "--jsn"], "unknown option --jsn; did you mean --json?"),
         (["rl", *RL, "--data.source", "./x.jsonl", "--dry-run"], "data.source: no file or folder './x.jsonl'"),
         (["rl", *RL, "--reward.function", "numbr", "--dry-run"], "reward.function 'numbr' is neither"),
@@ -77,6 +97,10 @@ def python(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         (["report", "nowhere"], "run directory"),
         (["resume", "nowhere"], "run directory"),
         (["import-gguf", "nowhere.gguf", "out"], "no file, folder or installed package is called 'nowhere.gguf'"),
+        (["chat", "./nowhere"], "no folder './nowhere'; expected a model folder, a hub name, a run directory"),
+        (["chat", "./nowhere", "--temperature", "-1"], "--temperature: found -1, expected 0 (greedy) to 10"),
+        (["merge-lora", "nowhere", "out"], "nowhere is no adapter: it has no adapter_config.json"),
+        (["serve-reward"], "nothing to serve: name a function by --function, or a reward model by --model"),
     ],
 )
 def test_a_mistake_is_an_error_line_and_exit_code_2(
@@ -95,8 +119,9 @@ def test_several_mistakes_are_an_error_line_each(capsys: pytest.CaptureFixture[s
 
 
 def test_overrides_and_flags_may_stand_in_any_order() -> None:
-    rest, overrides = split_overrides(["--a.b", "-1", "r.yaml", "--json", "--c=d", "--e", "f", "--dry-run"])
-    assert rest == ["r.yaml", "--json", "--dry-run"]
+    words = ["--a.b", "-1", "r.yaml", "--json", "--c=d", "--max-restarts", "2", "--e", "f", "--dry-run"]
+    rest, overrides = split_overrides(words)
+    assert rest == ["r.yaml", "--json", "--max-restarts", "2", "--dry-run"]
     assert overrides == ["--a.b", "-1", "--c=d", "--e", "f"]
 
 
@@ -106,7 +131,9 @@ def test_overrides_and_flags_may_stand_in_any_order() -> None:
         ("rl", "train_rl", RLConfig, RL),
         ("sft", "train_sft", SFTConfig, [*RL[:4], "--data.response_key=label"]),
         ("reward-model", "train_reward_model", RewardModelConfig, RL[:4]),
+        ("preference", "train_preference", PreferenceConfig, RL[:4]),
         ("evaluate", "evaluate", EvaluateConfig, [*RL[1:3], RL[4], "--evaluation.data.source=d.jsonl"]),
+        ("generate", "generate", GenerateConfig, RL[1:4]),
     ],
 )
 def test_a_workflow_gets_its_configuration_and_its_summary_is_the_last_line(

@@ -24,16 +24,20 @@ from typing import Any
 import pytest
 
 from slipstream.cli import WORKFLOWS
+from slipstream.config.generate import GenerateConfig
 from slipstream.config.keys import config_keys, section_paths
 from slipstream.config.loader import validate_config
+from slipstream.config.pipeline import PipelineConfig
+from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
-from slipstream.config.schema import EvaluateConfig, PipelineConfig, RLConfig, SFTConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
+from slipstream.verbs import VERBS as OTHER_VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "slipstream"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"bash", "python", "yaml", "json", "text", "mermaid"}
-VERBS = {*WORKFLOWS, "resume", "report", "doctor", "import-gguf"}
+VERBS = {*WORKFLOWS, "resume", *OTHER_VERBS}
 NOT_IN_A_CLONE = {".git", ".venv", "runs", "models", "build", "dist"}
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FIRST_RECIPE = "examples/first_run/recipe.yaml"
@@ -110,7 +114,7 @@ def inline_code() -> Iterator[tuple[Path, str]]:
 
 def is_long(command: str) -> bool:
     verb = command.removeprefix("slipstream ").split()[0]
-    starts_nothing = "--dry-run" in command or "--help" in command or verb in ("report", "import-gguf")
+    starts_nothing = "--dry-run" in command or "--help" in command or verb in ("report", "grade", "import-gguf")
     return command.startswith("slipstream ") and not starts_nothing
 
 
@@ -189,6 +193,13 @@ def writes_a_report(words: list[str], clone: Path) -> None:
     assert (clone / words[2] / "report.html").is_file()
 
 
+def grades_every_row(words: list[str], clone: Path) -> None:
+    """The examples are there to show every outcome: right, wrong, and no reward with the reason."""
+    rewards = [json.loads(line)["reward"] for line in run(words, clone).stdout.splitlines()]
+    assert len(rewards) == len((ROOT / words[2]).read_text().splitlines())
+    assert set(rewards) == {1.0, 0.0, None}
+
+
 def imports_a_model(words: list[str], clone: Path) -> None:
     """The package is not among ours: without it the command says how to get it."""
     if importlib.util.find_spec(words[2].replace("-", "_")) is not None:
@@ -244,8 +255,9 @@ def is_understood_by_the_benchmark(words: list[str], clone: Path) -> None:
 
 RULES: list[tuple[str, Callable[[list[str], Path], None]]] = [
     (r"slipstream [a-z-]+ --help", shows_help),
-    (r"slipstream (rl|sft|reward-model|evaluate|pipeline) .*--dry-run.*", is_planned),
+    (r"slipstream (rl|sft|reward-model|preference|evaluate|generate|pipeline) .*--dry-run.*", is_planned),
     (r"slipstream report \S+", writes_a_report),
+    (r"slipstream grade \S+.*", grades_every_row),
     (r"slipstream import-gguf \S+ \S+", imports_a_model),
     (r"make [a-z-]+( [A-Z]+=\S+)*", is_a_target_of_make),
     (r"pip install .+", names_requirements),
@@ -267,7 +279,11 @@ def load_program(path: Path) -> ModuleType:
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[path.stem] = module  # dataclasses look their module up there
-    specification.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # as where it is run: what it imports lies beside it
+    try:
+        specification.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
@@ -300,7 +316,8 @@ def first_run(policy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_long_commands_are_all_covered() -> None:
-    verbs = ("rl", "sft", "reward-model", "evaluate", "resume", "doctor")
+    verbs = ("rl", "sft", "reward-model", "preference", "evaluate", "generate", "pipeline", "resume")
+    verbs += ("doctor", "serve-reward", "chat", "merge-lora")
     assert [text for text in commands() if is_long(text) and text.split()[1] not in verbs] == []
 
 
@@ -331,10 +348,12 @@ def test_a_supervised_run(command: str, clone: Path, policy: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_reward_model_and_a_policy_that_learns_from_it(clone: Path, policy: str) -> None:
-    [training] = long_commands("reward-model")
+@pytest.mark.parametrize("of_steps", [False, True])
+def test_a_reward_model_and_a_policy_that_learns_from_it(clone: Path, policy: str, of_steps: bool) -> None:
+    [training] = [text for text in long_commands("reward-model") if ("process_rewards" in text) == of_steps]
     run([*shlex.split(training), "--model.path", policy, "--steps", "2"], clone, limit_s=LONG_S)
-    [command] = [text for text in long_commands("rl") if needs_reward_model(text)]
+    rl_commands = [text for text in long_commands("rl") if needs_reward_model(text)]
+    [command] = [text for text in rl_commands if ("--reward.step_aggregation" in text) == of_steps]
     tiny = [*TINY_RL, "--model.path", policy, "--evaluation.data.rows", "2", "--json"]
     result = run([*shlex.split(command), *tiny], clone, limit_s=LONG_S)
     directory = clone / json.loads(result.stdout.splitlines()[-1])["run_dir"]
@@ -342,10 +361,77 @@ def test_a_reward_model_and_a_policy_that_learns_from_it(clone: Path, policy: st
 
 
 @pytest.mark.slow
+def test_preference_training(clone: Path, policy: str) -> None:
+    """One command is run for real; the others differ in overrides, which a dry run reads and checks."""
+    first, *variants = long_commands("preference")
+    assert len(variants) == 2
+    for command in variants:
+        is_planned([*shlex.split(command), "--model.path", policy, "--dry-run"], clone)
+    result = run([*shlex.split(first), "--model.path", policy, "--steps", "2", "--json"], clone, limit_s=LONG_S)
+    assert {"accuracy", "reward_margin", "export"} <= json.loads(result.stdout.splitlines()[-1]).keys()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", long_commands("evaluate"))
 def test_an_evaluation_of_what_was_trained(command: str, first_run: Path) -> None:
     result = run([*shlex.split(command), *TINY_ROLLOUT, "--json"], first_run, limit_s=LONG_S)
     assert {"accuracy", "greedy_accuracy"} <= json.loads(result.stdout.splitlines()[-1]).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", long_commands("generate"))
+def test_answers_in_bulk_of_what_was_trained(command: str, first_run: Path) -> None:
+    tiny = [*TINY_ROLLOUT, "--rollout.samples_per_prompt", "2", "--data.rows", "4", "--json"]
+    result = run([*shlex.split(command), *tiny], first_run, limit_s=LONG_S)
+    directory = first_run / json.loads(result.stdout.splitlines()[-1])["run_dir"]
+    shown = re.findall(r"^\| `(\w+\.jsonl?)` \|", (ROOT / "docs" / "generate.md").read_text(), re.MULTILINE)
+    assert len(shown) == 4 and [name for name in shown if not (directory / name).is_file()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", long_commands("chat"))
+def test_a_word_with_what_was_trained(command: str, first_run: Path) -> None:
+    words = [sys.executable, "-m", "slipstream.cli", *shlex.split(command)[1:], "--max_response_tokens", "4"]
+    result = subprocess.run(words, cwd=first_run, input="Hello\n", capture_output=True, text=True, timeout=LONG_S)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", long_commands("serve-reward"))
+def test_a_reward_that_is_served(command: str, clone: Path, policy: str) -> None:
+    """Says where it is, and ends when it is told to."""
+    words = shlex.split(command)
+    if "--model" in words:
+        put_reward_model(policy, clone / words[words.index("--model") + 1])
+    words[words.index("--port") + 1] = "0"
+    words = [sys.executable, "-m", "slipstream.cli", *words[1:]]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(words, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("serving at http://127.0.0.1:")
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+
+
+def put_reward_model(policy: str, folder: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", long_commands("merge-lora"))
+def test_an_adapter_is_merged(command: str, clone: Path, policy: str) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    words = shlex.split(command)
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(clone / words[2])
+    assert run(words, clone).stdout == f"{words[3]}\n"
+    assert (clone / words[3] / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
@@ -361,6 +447,13 @@ def test_resuming_an_interrupted_run(command: str, first_run: Path) -> None:
     run(words, first_run, limit_s=LONG_S)
     assert json.loads((directory / "summary.json").read_text())["steps"] == 2
     assert len((directory / "metrics.jsonl").read_text().splitlines()) == len(before)
+
+
+@pytest.mark.parametrize("command", long_commands("pipeline"))
+def test_a_pipeline_is_planned(command: str, clone: Path) -> None:
+    """tests/workflows/test_rlhf_pipeline.py runs this recipe whole; a command with another needs a test of its own."""
+    assert command == "slipstream pipeline recipes/rlhf_pipeline.yaml"
+    is_planned([*shlex.split(command), "--dry-run"], clone)
 
 
 @pytest.mark.slow
@@ -426,7 +519,7 @@ def test_a_piece_of_configuration_is_valid(block: Block) -> None:
     from ruamel.yaml import YAML
 
     needed: dict[str, Any] = {"output_dir": "out", "steps": 1, "model": {"path": "some/model"}}
-    needed |= {"data": {"source": "rows.jsonl"}, "reward": {"function": "number"}}
+    needed |= {"data": {"source": "rows.jsonl"}, "reward": {"function": "math"}}
     given = YAML(typ="safe", pure=True).load(block.text)
     validate_config(RLConfig, needed | given)
 
@@ -486,13 +579,15 @@ def test_files_and_tests_that_are_named_exist() -> None:
 
 
 def test_keys_that_are_named_exist() -> None:
-    kinds = (RLConfig, SFTConfig, RewardModelConfig, EvaluateConfig, PipelineConfig)
+    kinds = (RLConfig, SFTConfig, RewardModelConfig, PreferenceConfig, EvaluateConfig, GenerateConfig, PipelineConfig)
     keys = {path for kind in kinds for path in (*config_keys(kind), *section_paths(config_keys(kind)))}
     sections = {path.partition(".")[0] for path in keys if "." in path}
     named = re.compile(r"(?:--)?([a-z_]+(?:\.[a-z_]+)+)(?:[:= ].*)?")
     found = [(document.name, match[1]) for document, code in inline_code() if (match := named.fullmatch(code))]
     chosen = [(document, key) for document, key in found if key.partition(".")[0] in sections]
-    assert [entry for entry in chosen if entry[1] not in keys and not entry[1].endswith((".yaml", ".json"))] == []
+    assert [
+        entry for entry in chosen if entry[1] not in keys and not entry[1].endswith((".yaml", ".json", ".svg"))
+    ] == []
     assert len(chosen) > 60
 
 

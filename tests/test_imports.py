@@ -15,7 +15,7 @@ LAYERS = (
     {"algorithms", "data", "models"},
     {"cluster", "observe", "rewards", "rollout", "training", "weights"},
     {"workflows"},
-    {"cli"},
+    {"attempts", "cli", "verbs"},
 )
 LAYER_OF = {section: depth for depth, sections in enumerate(LAYERS) for section in sections}
 SELF_CONTAINED = ("algorithms", "config")

@@ -147,6 +147,15 @@ def test_pip_installs_where_uv_cannot_be_had(script: ModuleType, tmp_path: Path)
     assert script.choose_installer((pip,), {}, "uv==1.0").command == (pip, "install")
 
 
+@pytest.mark.parametrize("keeps_none", [True, False])
+def test_packages_are_compiled_at_once_where_python_keeps_no_bytecode(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_none: bool
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", keeps_none)
+    installer = script.choose_installer((stand_in(tmp_path, "exit 0"),), {}, "uv==1.0")
+    assert ("--compile-bytecode" in installer.command) is keeps_none
+
+
 def test_an_interrupted_installation_leaves_no_stamp(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
