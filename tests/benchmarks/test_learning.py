@@ -20,7 +20,7 @@ def test_every_preset_gets_past_the_threshold(tmp_path: Path) -> None:
         [
             sys.executable,
             str(BENCHMARK),
-            *("--seeds", "0"),
+            *("--seeds", "0", "--steps", "15"),
             *("--output_dir", str(tmp_path / "learning")),
         ],
         cwd=tmp_path,

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -323,19 +324,41 @@ def identify_engines(engines: list[RemoteEngine], *, deadline_s: float) -> None:
 
     On one machine the address is the loopback one, so that nothing listens where others could come.
     """
+    _note_identities([identify(engine) for engine in engines], deadline_s=deadline_s)
+
+
+def _note_identities(calls: list[PendingCall], *, deadline_s: float) -> None:
     import ray
 
-    identities = gather([identify(engine) for engine in engines], deadline_s=deadline_s)
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()} if engines else {}
-    for engine, identity in zip(engines, identities, strict=True):
-        engine.identified(identity)
-        engine.address = engine.address or addresses[engine.node_id]
+    identities = gather(calls, deadline_s=deadline_s)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()} if calls else {}
+    for call, identity in zip(calls, identities, strict=True):
+        call.engine.identified(identity)
+        call.engine.address = call.engine.address or addresses[call.engine.node_id]
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """An engine that is on its way: which process it is, and the call of its `start`."""
+
+    identity: PendingCall
+    start: PendingCall
+
+
+def begin_starts(engines: list[RemoteEngine]) -> list[EngineStart]:
+    """Have `start` run on each engine as soon as its process is up, whatever the others do. Does not wait."""
+    return [EngineStart(identify(engine), engine.submit("start", *engine.start_arguments)) for engine in engines]
+
+
+def await_starts(starts: list[EngineStart], *, deadline_s: float) -> list[dict[str, Any]]:
+    """Wait until every engine has started; returns what each `start` returned."""
+    _note_identities([each.identity for each in starts], deadline_s=deadline_s)
+    return gather([each.start for each in starts], deadline_s=deadline_s)
 
 
 def await_engines(engines: list[RemoteEngine], *, deadline_s: float) -> list[dict[str, Any]]:
     """Call `start` on each engine and wait until all have returned; returns what each returned."""
-    identify_engines([engine for engine in engines if engine.pid is None], deadline_s=deadline_s)
-    return gather([engine.submit("start", *engine.start_arguments) for engine in engines], deadline_s=deadline_s)
+    return await_starts(begin_starts(engines), deadline_s=deadline_s)
 
 
 def _identity(_actor: object) -> ProcessIdentity:

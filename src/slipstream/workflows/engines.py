@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cluster.calls import RemoteEngine, gather
 from slipstream.cluster.placement import ActorPlacement, Placement, plan_placement
 from slipstream.cluster.restarts import EngineRestarts
-from slipstream.cluster.session import ClusterSession, await_engines, identify_engines
+from slipstream.cluster.session import ClusterSession, await_engines, await_starts, begin_starts, identify_engines
 from slipstream.config.generate import AnsweringConfig, GenerateConfig
 from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig, SupervisedConfig
@@ -60,16 +60,22 @@ def start_rl_engines(
     """
     hardware = detect_hardware()
     placement = plan_placement(config, hardware.cpus, hardware.gpus)
+    start_timeout_s = config.cluster.start_timeout_s
     # In this order: on shared GPUs each kind finds its place beside the ones before it (cluster/placement.py).
-    spec, start_timeout_s = _policy_spec(config, temperature=config.rollout.temperature), config.cluster.start_timeout_s
-    ranks = _start_ranks(session, placement.of_role("learner"), spec, start_timeout_s=start_timeout_s)
+    spec = _policy_spec(config, temperature=config.rollout.temperature)
+    ranks = _make_ranks(session, placement.of_role("learner"), spec)
     critic_ranks = []
     if config.has_critic:
-        critics = placement.of_role("critic")
-        critic_ranks = _start_ranks(session, critics, _critic_spec(config), start_timeout_s=start_timeout_s)
+        critic_ranks = _make_ranks(session, placement.of_role("critic"), _critic_spec(config))
+    if hardware.gpus:
+        identify_engines([*ranks, *critic_ranks], deadline_s=start_timeout_s)
     rollout_engines = _start_rollout_engines(session, config, placement, hardware)
     reward_engine = _start_reward_engine(session, config, reward, placement=placement, hardware=hardware)
-    await_engines(session.engines, deadline_s=start_timeout_s)
+    # These need nobody else, and load while the ranks find each other.
+    starts = begin_starts([*rollout_engines, reward_engine])
+    for group in filter(None, (ranks, critic_ranks)):
+        _agree_to_meet(group, deadline_s=start_timeout_s)
+    await_starts([*starts, *begin_starts([*ranks, *critic_ranks])], deadline_s=start_timeout_s)
     for engine in rollout_engines:
         engine.takes_weights = True
     learner = _learner_group(config, ranks)
@@ -115,7 +121,8 @@ def _start_supervised_learner(
     hardware = detect_hardware()
     placement = plan_placement(config, hardware.cpus, hardware.gpus)
     start_timeout_s = config.cluster.start_timeout_s
-    ranks = _start_ranks(session, placement.of_role("learner"), spec, start_timeout_s=start_timeout_s)
+    ranks = _make_ranks(session, placement.of_role("learner"), spec)
+    _agree_to_meet(ranks, deadline_s=start_timeout_s)
     await_engines(ranks, deadline_s=start_timeout_s)
     return _learner_group(config, ranks, examples_per_unit=examples_per_unit)
 
@@ -198,26 +205,26 @@ def _optimizer_steps(config: RLConfig | SupervisedConfig, *, waits_for_critic: b
     return max(config.steps - waiting, 1) * config.optimizer_steps_per_batch * config.epochs_per_batch
 
 
-def _start_ranks(
-    session: ClusterSession,
-    actors: Sequence[ActorPlacement],
-    spec: LearnerSpec,
-    *,
-    start_timeout_s: float,
-) -> list[RemoteEngine]:
-    """Make the ranks of one learner and wait until their processes run; `start` is left to the caller."""
+def _make_ranks(session: ClusterSession, actors: Sequence[ActorPlacement], spec: LearnerSpec) -> list[RemoteEngine]:
+    """Make the ranks of one learner; does not wait for their processes."""
     from slipstream.training.learner import LearnerRank
 
     ranks = []
     for rank, actor in enumerate(actors):
         training = spec.training.model_copy(update={"threads": actor.threads})
         ranks.append(_start_actor(session, actor, LearnerRank, replace(spec, rank=rank, training=training)))
-    # The ranks meet where rank 0 turned out to be, at a port that is free there.
-    identify_engines(ranks, deadline_s=start_timeout_s)
-    meeting_point = _meeting_point(ranks[0], deadline_s=start_timeout_s)
-    for rank_engine in ranks:
-        rank_engine.start_arguments = (meeting_point,)
     return ranks
+
+
+def _agree_to_meet(ranks: list[RemoteEngine], *, deadline_s: float) -> None:
+    """Wait until the ranks' processes run. They will meet where rank 0 turned out to be, at a port that is free there.
+
+    `start` is left to the caller.
+    """
+    identify_engines(ranks, deadline_s=deadline_s)
+    meeting_point = _meeting_point(ranks[0], deadline_s=deadline_s)
+    for rank in ranks:
+        rank.start_arguments = (meeting_point,)
 
 
 def _meeting_point(rank: RemoteEngine, *, deadline_s: float) -> tuple[str, int]:
