@@ -157,19 +157,34 @@ class StreamStandIn:
         return self._groups.pop()
 
 
+class GeneratorsStandIn:
+    """Engines of which nothing is asked but to forget the prefixes they know."""
+
+    call_timeout_s = 1.0
+
+    def __init__(self) -> None:
+        self.engines: list[Any] = []
+        self.restarts = self
+        self.calls: list[str] = []
+
+    def call_ready(self, engines: Sequence[Any], method: str, *, deadline_s: float) -> None:
+        self.calls.append(method)
+
+
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Evaluation]]:
     """Evaluates sets of so many prompts at step 20 and version 7."""
     monkeypatch.setattr(held_out, "GroupStream", StreamStandIn)
     monkeypatch.setattr(StreamStandIn, "made", [], raising=False)
-    monkeypatch.setattr(held_out, "gather", lambda calls, deadline_s: None)
     overrides = ["--model.path=m", "--data.source=d.jsonl", "--evaluation.samples_per_prompt=2"]
     config = load_config(RLConfig, None, [*RL, *overrides, "--rollout.temperature=0.7"])
-    generators: Any = type("Generators", (), {"engines": [], "call_timeout_s": 1.0})()
 
     def call(**sizes: int) -> list[Evaluation]:
         sets = {name.replace("_", "-"): [prompt(row) for row in range(size)] for name, size in sizes.items()}
-        return HeldOutPrompts(sets, generators, config).evaluate(step=20, policy_version=7)
+        generators: Any = GeneratorsStandIn()
+        found = HeldOutPrompts(sets, generators, config).evaluate(step=20, policy_version=7)
+        assert generators.calls == ["reset_prefix_cache"], "what training draws next must not depend on an evaluation"
+        return found
 
     return call
 

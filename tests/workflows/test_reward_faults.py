@@ -59,9 +59,9 @@ from slipstream.workflows import rl
 
 prepare, batches = rl.prepare, []
 
-def recorded(groups, *arguments):
+def recorded(groups, *arguments, **options):
     batches.append([[(t.tokens, t.loss_mask, t.reward, t.response_text) for t in g.trajectories] for g in groups])
-    return prepare(groups, *arguments)
+    return prepare(groups, *arguments, **options)
 
 rl.prepare = recorded
 train_rl(load_config(RLConfig, None, {overrides!r}))

@@ -15,6 +15,8 @@ from slipstream.rewards.function import ScoredText
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "rlhf"
+# Seven stages, each of which starts engines of its own.
+PIPELINE_LIMIT_S = 1000
 
 
 def load(name: str) -> ModuleType:
@@ -59,7 +61,7 @@ def finished(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> A
     shutil.copytree(EXAMPLE, bench.folder / "examples" / "rlhf")
     overrides = ["--comparison.rollout.engine=transformers", "--output_dir=run", "--json"]
     process = bench.command("pipeline", "rlhf_pipeline", *overrides)
-    assert process.finish() == 0, process.stderr
+    assert process.finish(limit_s=PIPELINE_LIMIT_S) == 0, process.stderr
     return bench.folder / "run", json.loads(process.stdout.splitlines()[-1])
 
 
