@@ -38,6 +38,7 @@ from slipstream.weights.plan import ChannelAddress
 PROGRAM = Path(__file__).with_name("rank_program.py")
 TIMEOUT_S = 600
 STAGES = (0, 1, 2, 3)
+MESHES = (Mesh(1, 2, 1), Mesh(2, 2, 1), Mesh(2, 1, 1), Mesh(1, 1, 2), Mesh(1, 2, 2), Mesh(2, 1, 2))
 # A first step of AdamW then moves the weights by a multiple of the gradient, see test_critic.py: by one so large that
 # what the weights are rounded to does not matter.
 STEP_IS_GRADIENT = {"learning_rate": 1e6, "epsilon": 1e3, "gradient_clip": 1e9, "logits_chunk_tokens": 4}
@@ -69,8 +70,11 @@ def run_mesh(mesh: Mesh, jobs: list[list], folder: Path) -> list[list[dict[str, 
 
 @pytest.fixture(scope="module")
 def folders(helpers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A policy and a critic. Larger weights than these blow rounding up, on one rank as on several."""
-    policy = helpers.save_tiny_model(tmp_path_factory.mktemp("policy"), initializer_range=0.1)
+    """A policy and a critic. Larger weights than these blow rounding up, on one rank as on several.
+
+    Three heads of keys and values, which two ranks cannot share evenly.
+    """
+    policy = helpers.save_tiny_model(tmp_path_factory.mktemp("policy"), initializer_range=0.1, hidden_size=96, heads=(6, 3))
     model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
     critic = tmp_path_factory.mktemp("critic")
@@ -149,7 +153,12 @@ def compare(
         jobs.append([])
         for case, stage in cells.values():
             share = shares(case.examples, mesh)[mesh.data_coordinate(rank)]
-            layout = {"data_parallel": mesh.data, "sequence_parallel": mesh.sequence, "rank": rank}
+            layout = {
+                "data_parallel": mesh.data,
+                "sequence_parallel": mesh.sequence,
+                "tensor_parallel": mesh.tensor,
+                "rank": rank,
+            }
             spec = helpers.make_spec(
                 case.folder, training=STEP_IS_GRADIENT | {"zero_stage": stage}, **layout, **case.options
             )
@@ -181,7 +190,7 @@ def compare(
     assert not wrong_metrics
 
 
-@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 2), Mesh(2, 1)], ids=lambda mesh: f"{mesh.data}x{mesh.sequence}")
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}x{mesh.sequence}x{mesh.tensor}")
 def test_sft_grpo_and_ppo_have_the_gradient_of_one_rank_at_every_stage(
     mesh: Mesh,
     cases: dict[str, Case],
@@ -264,7 +273,7 @@ def test_whatever_is_learned_two_ranks_that_share_rows_have_the_gradient_of_one(
         folder = families.save_model(family, tmp_path_factory.mktemp(family), initializer_range=0.1)
         options = {"router_loss_coefficient": 0.5} if family in ("gpt_oss", "qwen3_moe") else {}
         cells[family] = (Case(folder, plain, examples, options), stage)
-    compare(Mesh(1, 2), cells, learner, helpers, tmp_path)
+    compare(Mesh(1, 2, 1), cells, learner, helpers, tmp_path)
 
 
 def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
@@ -303,7 +312,7 @@ def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
     for rank in range(3):
         spec = helpers.make_spec(folders["policy"], training={"zero_stage": 3}, sequence_parallel=3, rank=rank)
         jobs.append([(spec, first), (spec, second)])
-    results = run_mesh(Mesh(1, 3), jobs, tmp_path)
+    results = run_mesh(Mesh(1, 3, 1), jobs, tmp_path)
     single = learner(folders["policy"], training={"zero_stage": 3})
     single.update([examples], objective)
     log_probs = single.log_probs([examples], "policy")
