@@ -28,6 +28,7 @@ from slipstream.algorithms.value_loss import ValueObjective
 from slipstream.config.lora import LoraConfig
 from slipstream.data.preferences import PreferencePair, answer_examples, pair_examples
 from slipstream.data.trajectory import TrainingExample
+from slipstream.training.checkpoint_weights import read_weights
 from slipstream.training.learner import LearnerRank
 from slipstream.training.mesh import Mesh
 from slipstream.training.process_group import open_listener
@@ -74,7 +75,9 @@ def folders(helpers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
     Three heads of keys and values, which two ranks cannot share evenly.
     """
-    policy = helpers.save_tiny_model(tmp_path_factory.mktemp("policy"), initializer_range=0.1, hidden_size=96, heads=(6, 3))
+    policy = helpers.save_tiny_model(
+        tmp_path_factory.mktemp("policy"), initializer_range=0.1, hidden_size=96, heads=(6, 3)
+    )
     model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
     critic = tmp_path_factory.mktemp("critic")
@@ -276,19 +279,48 @@ def test_whatever_is_learned_two_ranks_that_share_rows_have_the_gradient_of_one(
     compare(Mesh(1, 2, 1), cells, learner, helpers, tmp_path)
 
 
-def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
+def test_every_family_that_can_be_divided_has_the_gradient_of_one_rank(
+    examples: list[TrainingExample],
+    families: Any,
+    learner: Callable[..., LearnerRank],
+    helpers: Any,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Those that docs/models.md says are; the others are refused (tests/models/test_tensor_plan.py)."""
+    objective = PolicyObjective(clip_low=0.2, clip_high=0.2)
+    cells = {}
+    for number, (name, family) in enumerate(families.FAMILIES.items()):
+        if family.in_pieces:
+            # Larger weights than these blow rounding up, on one rank as on several.
+            folder = families.save_model(name, tmp_path_factory.mktemp(name), initializer_range=0.1)
+            cells[name] = (Case(folder, objective, examples), STAGES[number % 4])
+    compare(Mesh(1, 1, 2), cells, learner, helpers, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [(Mesh(1, 3, 1), 3), (Mesh(1, 1, 2), 3), (Mesh(1, 1, 2), 1), (Mesh(1, 1, 2), 0), (Mesh(1, 2, 2), 3)],
+    ids=lambda value: f"{value.data}x{value.sequence}x{value.tensor}" if isinstance(value, Mesh) else f"stage{value}",
+)
+def test_ranks_that_share_rows_or_weights_save_go_on_export_publish_and_skip_as_one_does(
+    mesh: Mesh,
+    stage: int,
     examples: list[TrainingExample],
     folders: dict[str, Path],
     learner: Callable[..., LearnerRank],
     helpers: Any,
     tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """One pair of processes, in which a second learner goes on from the checkpoint of the first."""
+    """One set of processes, in which a second learner goes on from the checkpoint of the first."""
+    if (mesh, stage) not in ((Mesh(1, 3, 1), 3), (Mesh(1, 1, 2), 3)) and not request.config.getoption("--every-layout"):
+        pytest.skip("runs with --every-layout")
     objective = PolicyObjective(clip_low=0.2, clip_high=0.2)
     fields = {**examples[2].token_fields, "advantages": np.full(13, np.nan, np.float32)}
     poisoned = [*examples[:2], replace(examples[2], token_fields=fields)]
     checkpoint, export = str(tmp_path / "checkpoint"), str(tmp_path / "export")
-    channel = ChannelAddress("shared_memory", f"test-layouts-{os.getpid()}")
+    channel = ChannelAddress("shared_memory", f"test-layouts-{os.getpid()}-{mesh.tensor}-{stage}")
     probe = np.arange(1, 8)
     step = ("third", "update", ([examples[1:], examples[:1]], objective))
     first = [
@@ -297,6 +329,8 @@ def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
         ("nan", "update", ([poisoned, examples[3:]], objective)),
         ("weights after nan", "weights", ()),
         ("log_probs", "log_probs", ([examples[:2], examples[2:]], "policy")),
+        ("refreshed", "refresh_reference", ()),
+        ("of reference", "log_probs", ([examples[:2], examples[2:]], "reference")),
         ("probe", "probe", (probe,)),
         # A token less than there are ranks.
         ("shortest probe", "probe", (probe[:2],)),
@@ -309,11 +343,12 @@ def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
     ]
     second = [("load", "load", (checkpoint,)), step, ("last", "weights", ())]
     jobs = []
-    for rank in range(3):
-        spec = helpers.make_spec(folders["policy"], training={"zero_stage": 3}, sequence_parallel=3, rank=rank)
+    layout = {"sequence_parallel": mesh.sequence, "tensor_parallel": mesh.tensor, "load_reference": True}
+    for rank in range(mesh.ranks):
+        spec = helpers.make_spec(folders["policy"], training={"zero_stage": stage}, rank=rank, **layout)
         jobs.append([(spec, first), (spec, second)])
-    results = run_mesh(Mesh(1, 3, 1), jobs, tmp_path)
-    single = learner(folders["policy"], training={"zero_stage": 3})
+    results = run_mesh(mesh, jobs, tmp_path)
+    single = learner(folders["policy"], training={"zero_stage": stage})
     single.update([examples], objective)
     log_probs = single.log_probs([examples], "policy")
     exported = learner(export)
@@ -326,9 +361,12 @@ def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
         assert {**resumed["third"], "seconds": 0} == {**ours["third"], "seconds": 0}
         for name, values in log_probs.items():
             np.testing.assert_allclose(ours["log_probs"][name], values, atol=1e-5)
+            np.testing.assert_allclose(ours["of reference"][name], values, atol=1e-5)
         np.testing.assert_allclose(ours["probe"], exported.probe(probe), atol=1e-5)
         np.testing.assert_allclose(ours["shortest probe"], exported.probe(probe[:2]), atol=1e-5)
     weights = results[0][0]["weights"]
     checksums = results[0][0]["checksums"]
     assert checksums == {name: tensor_checksum(weights[name]) for name in checksums} and len(checksums) > 10
     assert results[1][0]["checksums"] == {}
+    on_disk = read_weights(Path(checkpoint))
+    assert helpers.identical({name: on_disk[name] for name in weights}, weights)

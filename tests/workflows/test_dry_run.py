@@ -169,7 +169,9 @@ def test_what_cannot_run_is_refused(files: Path) -> None:
 def test_the_layout_of_several_ranks_is_shown_and_an_impossible_one_refused_with_the_nearest(files: Path) -> None:
     layout = ["--training.data_parallel=2", "--training.sequence_parallel=3"]
     text = shown(dry_run(rl(*layout), machine=MACHINE))
-    assert "6 ranks = 2 that learn from different sequences x 3 that share each of them" in text
+    assert "6 ranks = 2 that learn from different sequences x 3 that share each of them x 1 that share the" in text
+    text = shown(dry_run(rl("--training.tensor_parallel=2"), machine=MACHINE))
+    assert "2 ranks = 1 that learn from different sequences x 1 that share each of them x 2 that share the" in text
     four = Machine(cpus=4, gpus=4, memory_bytes=1, native_bfloat16=True)
     with pytest.raises(
         ConfigError, match=r"nearest that fits is training\.data_parallel 2, training\.sequence_parallel 2"

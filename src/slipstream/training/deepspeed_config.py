@@ -4,7 +4,7 @@ from typing import Any
 
 from slipstream.config.schema import TrainingConfig
 from slipstream.errors import ConfigError
-from slipstream.models.tensor_plan import require_divisible_heads, tensor_plan
+from slipstream.models.tensor_plan import require_heads, tensor_plan
 
 # Elements per collective. DeepSpeed's default of 500 million allocates gigabytes of buffers whatever the model.
 BUCKET_ELEMENTS = 1 << 24
@@ -50,7 +50,7 @@ def tensor_parallel_config(model_config: Any, training: TrainingConfig, *, path:
     section = model_config.get_text_config()
     heads = getattr(section, "num_key_value_heads", None) or section.num_attention_heads
     layers = tensor_plan(model_config, path, key)
-    require_divisible_heads(heads, training.tensor_parallel, path)
+    require_heads(heads, training.tensor_parallel, model=f"{key} {path!r}")
     return {
         "tensor_parallel": {
             "autotp_size": training.tensor_parallel,

@@ -59,7 +59,7 @@ class Mesh:
         return tuple(range(first, first + self.ranks_per_share, self.tensor))
 
     def tensor_members(self, rank: int) -> tuple[int, ...]:
-        """The ranks that have the pieces of the same weights, this one among them, in the order of their coordinates."""
+        """The ranks that have pieces of the same weights, this one among them, in the order of their coordinates."""
         first = rank - self.tensor_coordinate(rank)
         return tuple(range(first, first + self.tensor))
 

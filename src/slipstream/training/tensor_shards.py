@@ -15,6 +15,7 @@ import torch
 import torch.distributed as distributed
 
 Shape = tuple[int, ...]
+"""Of a weight."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class TensorShards:
         self._shapes = dict(shapes)
         gathered: list[Mapping[str, Shape]] = [pieces] * len(group.members)
         distributed.all_gather_object(gathered, dict(pieces), group=group.process_group)
-        cuts = {name: _cut(shape, [piece[name] for piece in gathered]) for name, shape in shapes.items()}
+        cuts = {name: find_cut(shape, [piece[name] for piece in gathered]) for name, shape in shapes.items()}
         self._cuts = {name: cut for name, cut in cuts.items() if cut is not None}
 
     def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,7 @@ class TensorShards:
         return found
 
 
-def _cut(shape: Shape, pieces: Sequence[Shape]) -> Cut | None:
+def find_cut(shape: Shape, pieces: Sequence[Shape]) -> Cut | None:
     """How a weight of this shape lies in the pieces of these shapes; None where every rank has all of it."""
     for dimension, size in enumerate(shape):
         sizes = tuple(piece[dimension] for piece in pieces)

@@ -92,7 +92,7 @@ class WeightSource:
         )
 
     def fill_bucket(self, index: int, *, sends: bool) -> dict[str, int]:
-        """Put together bucket `index`; where this rank `sends`, send it and return the checksum of each tensor in it."""
+        """Put together bucket `index`; where this rank `sends` it, return the checksum of each tensor in it."""
         bucket = self.plan.buckets[index]
         pieces = {spec.name: self._stored[spec.name] for spec in bucket.tensors}
         with self._weights.tensors(sorted({piece.source for piece in pieces.values()})) as sources:
