@@ -26,7 +26,9 @@ def check_tensor_layouts(config: PipelineConfig) -> None:
     for name, stage in pipeline_stages(config).items():
         if isinstance(stage, RLConfig | SupervisedConfig):
             prefix = f"{name.partition('/')[0]}."
-            require_heads(config.policy.heads, stage.training.tensor_parallel, model="policy.heads", prefix=prefix)
+            require_heads(
+                config.policy.heads, stage.training.tensor_parallel, model="the policy of policy.heads", prefix=prefix
+            )
 
 
 def _trained_models(config: RLConfig | SupervisedConfig) -> Iterator[tuple[str, str]]:
