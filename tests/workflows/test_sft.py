@@ -20,7 +20,7 @@ from slipstream.workflows.sft import SFTRun, load_sft_data
 
 @pytest.fixture(scope="module")
 def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One configuration: once, once interrupted and resumed, with another seed, and on two ranks in two layouts."""
+    """One configuration: once, once interrupted and resumed, with another seed, and on two ranks in three layouts."""
     bench = make_workbench(tmp_path_factory.mktemp("sft"))
     held_out = {
         "evaluation_data.source": str(bench.rows),
