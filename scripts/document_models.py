@@ -62,26 +62,33 @@ DEEPSEEK_EXPERTS = {
 class Family:
     """A family by Transformers' name of it, and what a tiny model of it has.
 
-    `traits` is for the document; `in_vllm` whether `--vllm` has shown that vLLM computes the same.
+    `traits` is for the document; `in_vllm` whether `--vllm` has shown that vLLM computes the same; `in_pieces` whether
+    tests show that tensor-parallel ranks compute the same.
     """
 
     traits: str
     settings: dict[str, Any] = field(default_factory=dict)
     in_vllm: bool = False
+    in_pieces: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "grouped queries, biases in attention and MLP", {"attention_bias": True, "mlp_bias": True}, in_vllm=True
+        "grouped queries, biases in attention and MLP",
+        {"attention_bias": True, "mlp_bias": True},
+        in_vllm=True,
+        in_pieces=True,
     ),
-    "qwen2": Family("biases of query, key and value", in_vllm=True),
-    "qwen3": Family("normalised queries and keys, tied embeddings", {"tie_word_embeddings": True}, in_vllm=True),
+    "qwen2": Family("biases of query, key and value", in_vllm=True, in_pieces=True),
+    "qwen3": Family(
+        "normalised queries and keys, tied embeddings", {"tie_word_embeddings": True}, in_vllm=True, in_pieces=True
+    ),
     "qwen3_moe": Family(
         "experts",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True},
         in_vllm=True,
     ),
-    "mistral": Family("sliding window", {"sliding_window": 4}, in_vllm=True),
+    "mistral": Family("sliding window", {"sliding_window": 4}, in_vllm=True, in_pieces=True),
     "mixtral": Family(
         "experts, stored under other names", {"num_local_experts": 4, "num_experts_per_tok": 2}, in_vllm=True
     ),
@@ -89,26 +96,36 @@ FAMILIES: dict[str, Family] = {
         "soft-capped scores and logits, sliding window in every other layer, tied embeddings",
         {"sliding_window": 4, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
         in_vllm=True,
+        in_pieces=True,
     ),
     "gemma3_text": Family(
         "two kinds of rotary positions, sliding window, tied embeddings",
         {"sliding_window": 4, "final_logit_softcapping": 3.0, "num_hidden_layers": 6},
         in_vllm=True,
+        in_pieces=True,
     ),
     "phi3": Family("query, key and value in one matrix", {"sliding_window": 4}),
     "olmo2": Family("normalisation after the layers, of whole queries and keys", in_vllm=True),
-    "gpt_neox": Family("biases, layer norm, partial rotary positions, head stored under another name"),
+    "gpt_neox": Family("biases, layer norm, partial rotary positions, head stored under another name", in_pieces=True),
     "gpt2": Family(
         "learned positions, transposed matrices, tied embeddings",
         {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
     ),
     "smollm3": Family(
-        "layers without positions, tied embeddings", {"num_hidden_layers": 4, "tie_word_embeddings": True}, in_vllm=True
+        "layers without positions, tied embeddings",
+        {"num_hidden_layers": 4, "tie_word_embeddings": True},
+        in_vllm=True,
+        in_pieces=True,
     ),
     "granite": Family(
-        "divided logits, scaled residuals", {"logits_scaling": 4.0, "residual_multiplier": 0.5}, in_vllm=True
+        "divided logits, scaled residuals",
+        {"logits_scaling": 4.0, "residual_multiplier": 0.5},
+        in_vllm=True,
+        in_pieces=True,
     ),
-    "cohere": Family("multiplied logits, parallel layers, tied embeddings", {"logit_scale": 0.25}, in_vllm=True),
+    "cohere": Family(
+        "multiplied logits, parallel layers, tied embeddings", {"logit_scale": 0.25}, in_vllm=True, in_pieces=True
+    ),
     "deepseek_v3": Family(
         "latent attention (keys and values of different size), experts with a balancing bias",
         LATENT_ATTENTION | DEEPSEEK_EXPERTS,
@@ -160,9 +177,10 @@ def updated(document: str) -> str:
 
 def generated() -> str:
     """The table of families that hold, and of those that are refused."""
-    lines = ["| family | what is special about it | equal in vLLM |", "|---|---|---|"]
+    lines = ["| family | what is special about it | equal in vLLM | tensor parallel |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
-        lines.append(f"| `{name}` | {family.traits} | {'yes' if family.in_vllm else 'not shown'} |")
+        in_vllm, in_pieces = "yes" if family.in_vllm else "not shown", "yes" if family.in_pieces else "refused"
+        lines.append(f"| `{name}` | {family.traits} | {in_vllm} | {in_pieces} |")
     lines += ["", "Refused when the model is loaded:", "", "| family | because of |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, (reason, _) in REFUSED.items()]
     return "\n".join(lines)

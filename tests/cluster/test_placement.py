@@ -31,6 +31,7 @@ def rl(
     *,
     ranks: int = 1,
     sequence: int = 1,
+    tensor: int = 1,
     engines: int = 1,
     workers: int = 1,
     algorithm: str = "grpo",
@@ -46,7 +47,10 @@ def rl(
         rollout=RolloutConfig(engines=engines, threads=threads.get("rollout")),
         algorithm=AlgorithmConfig(preset=algorithm),  # type: ignore[arg-type]
         training=TrainingConfig(
-            data_parallel=ranks // sequence, sequence_parallel=sequence, threads=threads.get("training")
+            data_parallel=ranks // (sequence * tensor),
+            sequence_parallel=sequence,
+            tensor_parallel=tensor,
+            threads=threads.get("training"),
         ),
     )
 
@@ -166,8 +170,9 @@ def test_more_gpus_wanted_than_there_are_is_an_error_that_names_the_keys_and_the
     with pytest.raises(ConfigError) as caught:
         plan_placement(rl(ranks=4, engines=1), cpus=8, gpus=2)
     assert str(caught.value) == (
-        "training.data_parallel (4) x training.sequence_parallel (1) and rollout.engines (1) need 4 GPUs, this machine "
-        "has 2; the nearest that fits is training.data_parallel 2, training.sequence_parallel 1, rollout.engines 1"
+        "training.data_parallel (4) x training.sequence_parallel (1) x training.tensor_parallel (1) and "
+        "rollout.engines (1) need 4 GPUs, this machine has 2; the nearest that fits is training.data_parallel 2, "
+        "training.sequence_parallel 1, training.tensor_parallel 1, rollout.engines 1"
     )
     with pytest.raises(
         ConfigError, match=r"^rollout\.engines \(4\) need 4 GPUs, this machine has 2; the nearest that fi"
@@ -176,11 +181,19 @@ def test_more_gpus_wanted_than_there_are_is_an_error_that_names_the_keys_and_the
 
 
 def test_the_nearest_layout_keeps_the_number_of_ranks_first_and_then_their_share_of_a_sequence() -> None:
-    assert nearest_layout((4, 2), range(1, 9)) == (4, 2)
-    assert nearest_layout((4, 2), range(1, 7)) == (3, 2)
-    assert nearest_layout((1, 8), range(1, 7)) == (1, 6)
-    assert nearest_layout((2, 4), range(1, 6)) == (1, 5)
-    assert nearest_layout((2, 1), {1, 3}) == (1, 1)
+    assert nearest_layout((4, 2, 1), range(1, 9)) == (4, 2, 1)
+    assert nearest_layout((4, 2, 1), range(1, 7)) == (3, 2, 1)
+    assert nearest_layout((1, 8, 1), range(1, 7)) == (1, 6, 1)
+    assert nearest_layout((2, 4, 1), range(1, 6)) == (1, 5, 1)
+    assert nearest_layout((2, 1, 1), {1, 3}) == (1, 1, 1)
+
+
+def test_the_nearest_layout_keeps_the_ranks_that_share_weights_where_it_can_and_never_has_more_of_them() -> None:
+    assert nearest_layout((2, 2, 2), range(1, 8)) == (3, 1, 2)
+    assert nearest_layout((1, 1, 4), range(1, 4)) == (1, 1, 3)
+    assert nearest_layout((2, 1, 2), range(1, 4)) == (1, 1, 2)
+    assert nearest_layout((2, 1, 2), {1, 3}) == (3, 1, 1)
+    assert nearest_layout((1, 1, 2), {4}) == (2, 1, 2)
 
 
 def place(placement: Placement, gpus: int, data: st.DataObject) -> dict[str, int]:
@@ -239,29 +252,32 @@ def test_ranks_for_which_a_critic_has_no_safe_place_are_refused_with_the_nearest
     with pytest.raises(ConfigError) as caught:
         plan_placement(rl(ranks=2, engines=1, algorithm="ppo"), cpus=8, gpus=3)
     assert str(caught.value) == (
-        "training.data_parallel (2) x training.sequence_parallel (1) and rollout.engines (1), with a critic, need 4 "
-        "GPUs, this machine has 3; the nearest that fits is training.data_parallel 1, training.sequence_parallel 1, "
-        "rollout.engines 1"
+        "training.data_parallel (2) x training.sequence_parallel (1) x training.tensor_parallel (1) and "
+        "rollout.engines (1), with a critic, need 4 GPUs, this machine has 3; the nearest that fits is "
+        "training.data_parallel 1, "
+        "training.sequence_parallel 1, training.tensor_parallel 1, rollout.engines 1"
     )
 
 
 @given(
     data=st.integers(1, 6),
     sequence=st.integers(1, 4),
+    tensor=st.integers(1, 3),
     engines=st.integers(1, 8),
     gpus=st.integers(2, 12),
     algorithm=st.sampled_from(["grpo", "ppo"]),
     max_staleness=st.sampled_from([0, 2]),
 )
 def test_what_is_called_the_nearest_does_fit(
-    data: int, sequence: int, engines: int, gpus: int, algorithm: str, max_staleness: int
+    data: int, sequence: int, tensor: int, engines: int, gpus: int, algorithm: str, max_staleness: int
 ) -> None:
-    def config(data: int, sequence: int, engines: int) -> RLConfig:
-        made = rl(ranks=data * sequence, sequence=sequence, engines=engines, algorithm=algorithm)
+    def config(data: int, sequence: int, tensor: int, engines: int) -> RLConfig:
+        ranks = data * sequence * tensor
+        made = rl(ranks=ranks, sequence=sequence, tensor=tensor, engines=engines, algorithm=algorithm)
         return made.model_copy(update={"rollout": made.rollout.model_copy(update={"max_staleness": max_staleness})})
 
     try:
-        plan_placement(config(data, sequence, engines), cpus=8, gpus=gpus)
+        plan_placement(config(data, sequence, tensor, engines), cpus=8, gpus=gpus)
     except ConfigError as error:
         named = re.findall(r"(?:parallel|engines) (\d+)", str(error).partition("the nearest that fits is")[2])
         if not named:

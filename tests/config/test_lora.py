@@ -19,6 +19,7 @@ def test_one_key_is_enough_and_none_means_all_weights() -> None:
     ("settings", "words"),
     [
         (["--training.zero_stage=3"], r"zero_stage 3 cannot train an adapter: set training\.zero_stage to 0, 1 or 2"),
+        (["--training.tensor_parallel=2"], r"training\.tensor_parallel \(2\) cannot train an adapter.*set it to 1"),
         (["--algorithm.kl_coefficient=0.1", "--algorithm.reference_refresh_steps=5"], "no place beside model.lora"),
         (["--model.lora.target_modules=[]"], r"model\.lora\.target_modules"),
         (["--model.lora.rank=0"], r"model\.lora\.rank"),

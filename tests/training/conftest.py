@@ -22,15 +22,22 @@ VOCABULARY = 61
 LearnerFactory = Callable[..., LearnerRank]
 
 
-def save_tiny_model(folder: Path, *, tied: bool = True, hidden_size: int = 64, initializer_range: float = 0.3) -> Path:
+def save_tiny_model(
+    folder: Path,
+    *,
+    tied: bool = True,
+    hidden_size: int = 64,
+    initializer_range: float = 0.3,
+    heads: tuple[int, int] = (2, 1),
+) -> Path:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
         head_dim=32,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
@@ -51,10 +58,20 @@ def untied_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_spec(
-    folder: Path, *, training: dict | None = None, data_parallel: int = 1, sequence_parallel: int = 1, **changes
+    folder: Path,
+    *,
+    training: dict | None = None,
+    data_parallel: int = 1,
+    sequence_parallel: int = 1,
+    tensor_parallel: int = 1,
+    **changes,
 ) -> LearnerSpec:
     settings = {"zero_stage": 1, "learning_rate": 1e-2, "epsilon": 1e-3, "gradient_clip": 1e3, "threads": 1}
-    settings |= {"data_parallel": data_parallel, "sequence_parallel": sequence_parallel}
+    settings |= {
+        "data_parallel": data_parallel,
+        "sequence_parallel": sequence_parallel,
+        "tensor_parallel": tensor_parallel,
+    }
     spec = LearnerSpec(
         model_path=str(folder),
         dtype="float32",
@@ -177,7 +194,7 @@ def build_value_examples(lengths: tuple[int, ...] = (5, 9, 9, 14, 3), seed: int 
 
 def weights(learner: LearnerRank) -> dict[str, torch.Tensor]:
     """All weights of a learner of one rank, copied, by Hugging Face name."""
-    with learner._whole_parameters(list(learner._shapes)) as tensors:
+    with learner._weights.parameters(list(learner._weights.shapes)) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
 

@@ -35,7 +35,7 @@ def run_job(meeting_point: tuple[str, int], job: list) -> list[dict[str, Any]]:
 
 
 def whole_weights(learner: LearnerRank) -> dict[str, torch.Tensor]:
-    with learner._whole_parameters(list(learner._shapes)) as tensors:
+    with learner._weights.parameters(list(learner._weights.shapes)) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
 

@@ -1,10 +1,11 @@
 """What DeepSpeed is told."""
 
 import pytest
+from transformers import LlamaConfig
 
 from slipstream.config.schema import TrainingConfig
 from slipstream.errors import ConfigError
-from slipstream.training.deepspeed_config import deepspeed_config
+from slipstream.training.deepspeed_config import deepspeed_config, tensor_parallel_config
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -32,3 +33,16 @@ def test_communication_overlaps_computation_on_gpus_only():
     for device, overlaps in (("cpu", False), ("cuda", True)):
         config = deepspeed_config(TrainingConfig(), dtype="float32", device=device)
         assert config["zero_optimization"]["overlap_comm"] is overlaps
+
+
+def test_heads_and_embeddings_stay_whole_where_ranks_share_weights() -> None:
+    config = LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    training = TrainingConfig(tensor_parallel=2)
+    section = tensor_parallel_config(config, training, path="m", key="model.path")["tensor_parallel"]
+    assert section["autotp_size"] == 2 and section["vocab_parallel_lm_head"] is False
+    patterns = [pattern for rule in section["partition_config"]["layer_specs"] for pattern in rule["patterns"]]
+    assert len(patterns) == 7 and not any("embed" in pattern or "head" in pattern for pattern in patterns)
+    with pytest.raises(
+        ConfigError, match=r"model\.path 'm' has \(3\).*nearest that works is training\.tensor_parallel 3"
+    ):
+        tensor_parallel_config(config, TrainingConfig(tensor_parallel=4), path="m", key="model.path")

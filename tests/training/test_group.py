@@ -54,10 +54,14 @@ def examples(count: int) -> list[TrainingExample]:
     return [TrainingExample(str(n), np.arange(n % 5 + 2), np.arange(n % 5 + 2) >= 1) for n in range(count)]
 
 
-def test_ranks_that_share_rows_get_the_same_ones_and_others_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", ["rows", "weights"])
+def test_ranks_that_share_rows_or_weights_get_the_same_examples_and_others_different_ones(
+    monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
     monkeypatch.setattr(group_module, "gather", lambda calls, deadline_s: list(calls))
     ranks = [Rank() for _ in range(4)]
-    learner = LearnerGroup(ranks, tokens_per_micro_batch=8, call_timeout_s=1.0, sequence_parallel=2)  # type: ignore[arg-type]
+    sizes = {"sequence_parallel": 2} if shared == "rows" else {"tensor_parallel": 2}
+    learner = LearnerGroup(ranks, tokens_per_micro_batch=8, call_timeout_s=1.0, **sizes)  # type: ignore[arg-type]
     assert learner.values(examples(7)).keys() == {str(n) for n in range(7)}
     assert ranks[0].micro_batches == ranks[1].micro_batches and ranks[2].micro_batches == ranks[3].micro_batches
     given = Counter(name for rank in ranks[::2] for batch in rank.micro_batches for name in batch)

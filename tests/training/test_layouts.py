@@ -1,4 +1,4 @@
-"""One optimizer step has one gradient, however the ranks are arranged: data x sequence, at every ZeRO stage.
+"""One optimizer step has one gradient, however the ranks are arranged: data x sequence x tensor, at every stage.
 
 What one rank computes is compared with plain PyTorch elsewhere (test_learner.py, test_critic.py, test_sft.py); here it
 is what every layout must agree with. Processes are the slow part, so those of a layout run its cases one after the
@@ -28,6 +28,7 @@ from slipstream.algorithms.value_loss import ValueObjective
 from slipstream.config.lora import LoraConfig
 from slipstream.data.preferences import PreferencePair, answer_examples, pair_examples
 from slipstream.data.trajectory import TrainingExample
+from slipstream.training.checkpoint_weights import read_weights
 from slipstream.training.learner import LearnerRank
 from slipstream.training.mesh import Mesh
 from slipstream.training.process_group import open_listener
@@ -38,6 +39,7 @@ from slipstream.weights.plan import ChannelAddress
 PROGRAM = Path(__file__).with_name("rank_program.py")
 TIMEOUT_S = 600
 STAGES = (0, 1, 2, 3)
+MESHES = (Mesh(1, 2, 1), Mesh(2, 2, 1), Mesh(2, 1, 1), Mesh(1, 1, 2), Mesh(1, 2, 2), Mesh(2, 1, 2))
 # A first step of AdamW then moves the weights by a multiple of the gradient, see test_critic.py: by one so large that
 # what the weights are rounded to does not matter.
 STEP_IS_GRADIENT = {"learning_rate": 1e6, "epsilon": 1e3, "gradient_clip": 1e9, "logits_chunk_tokens": 4}
@@ -69,8 +71,13 @@ def run_mesh(mesh: Mesh, jobs: list[list], folder: Path) -> list[list[dict[str, 
 
 @pytest.fixture(scope="module")
 def folders(helpers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A policy and a critic. Larger weights than these blow rounding up, on one rank as on several."""
-    policy = helpers.save_tiny_model(tmp_path_factory.mktemp("policy"), initializer_range=0.1)
+    """A policy and a critic. Larger weights than these blow rounding up, on one rank as on several.
+
+    Three heads of keys and values, which two ranks cannot share evenly.
+    """
+    policy = helpers.save_tiny_model(
+        tmp_path_factory.mktemp("policy"), initializer_range=0.1, hidden_size=96, heads=(6, 3)
+    )
     model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
     critic = tmp_path_factory.mktemp("critic")
@@ -149,7 +156,12 @@ def compare(
         jobs.append([])
         for case, stage in cells.values():
             share = shares(case.examples, mesh)[mesh.data_coordinate(rank)]
-            layout = {"data_parallel": mesh.data, "sequence_parallel": mesh.sequence, "rank": rank}
+            layout = {
+                "data_parallel": mesh.data,
+                "sequence_parallel": mesh.sequence,
+                "tensor_parallel": mesh.tensor,
+                "rank": rank,
+            }
             spec = helpers.make_spec(
                 case.folder, training=STEP_IS_GRADIENT | {"zero_stage": stage}, **layout, **case.options
             )
@@ -181,7 +193,7 @@ def compare(
     assert not wrong_metrics
 
 
-@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 2), Mesh(2, 1)], ids=lambda mesh: f"{mesh.data}x{mesh.sequence}")
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}x{mesh.sequence}x{mesh.tensor}")
 def test_sft_grpo_and_ppo_have_the_gradient_of_one_rank_at_every_stage(
     mesh: Mesh,
     cases: dict[str, Case],
@@ -190,12 +202,20 @@ def test_sft_grpo_and_ppo_have_the_gradient_of_one_rank_at_every_stage(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
+    if mesh == Mesh(2, 1, 2):
+        require_turn(mesh, request)
     table = list(product(enumerate(cases), STAGES))
     if not request.config.getoption("--every-layout"):
         # Each algorithm once and each stage once; at another one for each layout.
         table = [((number, name), stage) for (number, name), stage in table if (number + mesh.ranks + stage) % 4 == 0]
     cells = {f"{name} at stage {stage}": (cases[name], stage) for (_, name), stage in table}
     compare(mesh, cells, learner, helpers, tmp_path)
+
+
+def require_turn(mesh: Mesh, request: pytest.FixtureRequest) -> None:
+    """Skip a layout with pieces of weights that is only tried where all are."""
+    if mesh.tensor > 1 and not request.config.getoption("--every-layout"):
+        pytest.skip("runs with --every-layout")
 
 
 def pairs(generator: np.random.Generator) -> list[PreferencePair]:
@@ -229,7 +249,9 @@ def of_one_prompt() -> list[TrainingExample]:
     return found
 
 
-def test_whatever_is_learned_two_ranks_that_share_rows_have_the_gradient_of_one(
+@pytest.mark.parametrize("mesh", [Mesh(1, 2, 1), Mesh(1, 1, 2)], ids=lambda mesh: f"1x{mesh.sequence}x{mesh.tensor}")
+def test_whatever_is_learned_two_ranks_that_share_rows_or_weights_have_the_gradient_of_one(
+    mesh: Mesh,
     examples: list[TrainingExample],
     folders: dict[str, Path],
     families: Any,
@@ -237,8 +259,10 @@ def test_whatever_is_learned_two_ranks_that_share_rows_have_the_gradient_of_one(
     helpers: Any,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Losses over whole sequences, scores of last tokens, teachers, adapters, shared prompts, windows, experts."""
+    require_turn(mesh, request)
     policy, generator = folders["policy"], np.random.default_rng(1)
     near = learner(policy).log_probs([examples], "policy")
     plain = PolicyObjective(clip_low=0.2, clip_high=0.2)
@@ -259,27 +283,60 @@ def test_whatever_is_learned_two_ranks_that_share_rows_have_the_gradient_of_one(
         "checkpointing": (Case(policy, plain, examples, {"activation_checkpointing": True}), 3),
         "shared prompt": (Case(policy, plain, of_one_prompt()), 2),
     }
-    for family, stage in (("gemma2", 1), ("mistral", 3), ("gpt_oss", 2), ("qwen3_moe", 2), ("deepseek_v3", 1)):
+    tried = (("gemma2", 1), ("mistral", 3), ("gpt_oss", 2), ("qwen3_moe", 2), ("deepseek_v3", 1))
+    for family, stage in tried if mesh.tensor == 1 else ():
         # Larger weights than these blow rounding up, on one rank as on several.
         folder = families.save_model(family, tmp_path_factory.mktemp(family), initializer_range=0.1)
         options = {"router_loss_coefficient": 0.5} if family in ("gpt_oss", "qwen3_moe") else {}
         cells[family] = (Case(folder, plain, examples, options), stage)
-    compare(Mesh(1, 2), cells, learner, helpers, tmp_path)
+    if mesh.tensor > 1:
+        # Refused, see tests/config/test_lora.py; families have a test of their own below.
+        del cells["adapter"]
+    compare(mesh, cells, learner, helpers, tmp_path)
 
 
-def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
+def test_every_family_that_can_be_divided_has_the_gradient_of_one_rank(
+    examples: list[TrainingExample],
+    families: Any,
+    learner: Callable[..., LearnerRank],
+    helpers: Any,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Those that docs/models.md says are; the others are refused (tests/models/test_tensor_plan.py)."""
+    objective = PolicyObjective(clip_low=0.2, clip_high=0.2)
+    cells = {}
+    for number, (name, family) in enumerate(families.FAMILIES.items()):
+        if family.in_pieces:
+            # Larger weights than these blow rounding up, on one rank as on several.
+            folder = families.save_model(name, tmp_path_factory.mktemp(name), initializer_range=0.1)
+            cells[name] = (Case(folder, objective, examples), STAGES[number % 4])
+    compare(Mesh(1, 1, 2), cells, learner, helpers, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [(Mesh(1, 3, 1), 3), (Mesh(1, 1, 2), 3), (Mesh(1, 1, 2), 1), (Mesh(1, 1, 2), 0), (Mesh(1, 2, 2), 3)],
+    ids=lambda value: f"{value.data}x{value.sequence}x{value.tensor}" if isinstance(value, Mesh) else f"stage{value}",
+)
+def test_ranks_that_share_rows_or_weights_save_go_on_export_publish_and_skip_as_one_does(
+    mesh: Mesh,
+    stage: int,
     examples: list[TrainingExample],
     folders: dict[str, Path],
     learner: Callable[..., LearnerRank],
     helpers: Any,
     tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """One pair of processes, in which a second learner goes on from the checkpoint of the first."""
+    """One set of processes, in which a second learner goes on from the checkpoint of the first."""
+    if stage < 3 or mesh.ranks > 3:
+        require_turn(mesh, request)
     objective = PolicyObjective(clip_low=0.2, clip_high=0.2)
     fields = {**examples[2].token_fields, "advantages": np.full(13, np.nan, np.float32)}
     poisoned = [*examples[:2], replace(examples[2], token_fields=fields)]
     checkpoint, export = str(tmp_path / "checkpoint"), str(tmp_path / "export")
-    channel = ChannelAddress("shared_memory", f"test-layouts-{os.getpid()}")
+    channel = ChannelAddress("shared_memory", f"test-layouts-{os.getpid()}-{mesh.tensor}-{stage}")
     probe = np.arange(1, 8)
     step = ("third", "update", ([examples[1:], examples[:1]], objective))
     first = [
@@ -288,6 +345,8 @@ def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
         ("nan", "update", ([poisoned, examples[3:]], objective)),
         ("weights after nan", "weights", ()),
         ("log_probs", "log_probs", ([examples[:2], examples[2:]], "policy")),
+        ("refreshed", "refresh_reference", ()),
+        ("of reference", "log_probs", ([examples[:2], examples[2:]], "reference")),
         ("probe", "probe", (probe,)),
         # A token less than there are ranks.
         ("shortest probe", "probe", (probe[:2],)),
@@ -300,11 +359,12 @@ def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
     ]
     second = [("load", "load", (checkpoint,)), step, ("last", "weights", ())]
     jobs = []
-    for rank in range(3):
-        spec = helpers.make_spec(folders["policy"], training={"zero_stage": 3}, sequence_parallel=3, rank=rank)
+    layout = {"sequence_parallel": mesh.sequence, "tensor_parallel": mesh.tensor, "load_reference": True}
+    for rank in range(mesh.ranks):
+        spec = helpers.make_spec(folders["policy"], training={"zero_stage": stage}, rank=rank, **layout)
         jobs.append([(spec, first), (spec, second)])
-    results = run_mesh(Mesh(1, 3), jobs, tmp_path)
-    single = learner(folders["policy"], training={"zero_stage": 3})
+    results = run_mesh(mesh, jobs, tmp_path)
+    single = learner(folders["policy"], training={"zero_stage": stage})
     single.update([examples], objective)
     log_probs = single.log_probs([examples], "policy")
     exported = learner(export)
@@ -317,9 +377,12 @@ def test_ranks_that_share_rows_save_go_on_export_publish_and_skip_as_one_does(
         assert {**resumed["third"], "seconds": 0} == {**ours["third"], "seconds": 0}
         for name, values in log_probs.items():
             np.testing.assert_allclose(ours["log_probs"][name], values, atol=1e-5)
+            np.testing.assert_allclose(ours["of reference"][name], values, atol=1e-5)
         np.testing.assert_allclose(ours["probe"], exported.probe(probe), atol=1e-5)
         np.testing.assert_allclose(ours["shortest probe"], exported.probe(probe[:2]), atol=1e-5)
     weights = results[0][0]["weights"]
     checksums = results[0][0]["checksums"]
     assert checksums == {name: tensor_checksum(weights[name]) for name in checksums} and len(checksums) > 10
     assert results[1][0]["checksums"] == {}
+    on_disk = read_weights(Path(checkpoint))
+    assert helpers.identical({name: on_disk[name] for name in weights}, weights)

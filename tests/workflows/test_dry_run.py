@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from slipstream.config.pipeline import PipelineConfig
 from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.workflows.dry_run import DryRun, Machine, dry_run, measure_work, print_dry_run, visible_gpus
 
 MACHINE = Machine(cpus=2, gpus=0, memory_bytes=8 << 30, native_bfloat16=False)
@@ -169,12 +170,36 @@ def test_what_cannot_run_is_refused(files: Path) -> None:
 def test_the_layout_of_several_ranks_is_shown_and_an_impossible_one_refused_with_the_nearest(files: Path) -> None:
     layout = ["--training.data_parallel=2", "--training.sequence_parallel=3"]
     text = shown(dry_run(rl(*layout), machine=MACHINE))
-    assert "6 ranks = 2 that learn from different sequences x 3 that share each of them" in text
+    assert "6 ranks = 2 that learn from different sequences x 3 that share each of them x 1 that share the" in text
+    text = shown(dry_run(rl("--training.tensor_parallel=2"), machine=MACHINE))
+    assert "2 ranks = 1 that learn from different sequences x 1 that share each of them x 2 that share the" in text
     four = Machine(cpus=4, gpus=4, memory_bytes=1, native_bfloat16=True)
     with pytest.raises(
         ConfigError, match=r"nearest that fits is training\.data_parallel 2, training\.sequence_parallel 2"
     ):
         dry_run(rl(*layout), machine=four)
+
+
+def test_a_model_that_cannot_be_divided_is_refused_with_what_can(files: Path, tiny_policy: Path) -> None:
+    """The policy and the critic of a run, and the policy that a pipeline will make."""
+    ppo = [f"--model.path={tiny_policy}", "--data.max_prompt_tokens=32", "--rollout.max_response_tokens=8"]
+    dry_run(rl(*ppo, "--training.tensor_parallel=2"), machine=MACHINE)
+    with pytest.raises(
+        ConfigError, match=r"parallel \(3\) is more than .* that model\.path .* has \(2\).*_parallel 2$"
+    ):
+        dry_run(rl(*ppo, "--training.tensor_parallel=3"), machine=MACHINE)
+    critic = files / "critic"
+    shutil.copytree(tiny_policy, critic)
+    settings = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps(settings | {"num_local_experts": 4}))
+    ppo += ["--algorithm=ppo", f"--critic.path={critic}"]
+    dry_run(rl(*ppo), machine=MACHINE)
+    with pytest.raises(ModelError, match=r"^training\.tensor_parallel: critic\.path .* is of the family llama"):
+        dry_run(rl(*ppo, "--training.tensor_parallel=2"), machine=MACHINE)
+    with pytest.raises(
+        ConfigError, match=r"^rl\.training\.tensor_parallel \(5\) is more than .* the policy of policy\.heads has \(4\)"
+    ):
+        dry_run(pipeline("--rl.training.tensor_parallel=5"), machine=MACHINE)
 
 
 def test_gpus_hidden_from_cuda_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,16 @@ def test_ranks_that_share_a_row_keep_a_share_of_its_activations_each() -> None:
     assert parts("learner rank 2", shared)["activations"] == expected
 
 
+def test_ranks_that_share_weights_keep_a_share_of_the_layers_and_whole_embeddings_and_reference() -> None:
+    training = TrainingConfig(tensor_parallel=2, zero_stage=0, tokens_per_micro_batch=1000, logits_chunk_tokens=50)
+    divided = config(kl=0.1).model_copy(update={"training": training})
+    found = parts("learner rank 1", divided)
+    matrices = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert found["weights"] == found["gradients"] == 4 * (PARAMETERS - matrices // 2)
+    assert found["reference"] == found["weights in transit"] == 4 * PARAMETERS
+    assert found["activations"] == 1000 * 4 * 4 * (6 * 64 + (2 * 64 + 2 * 32 + 4 * 128) // 2)
+
+
 def test_only_the_first_rank_holds_weights_on_their_way_to_the_engines() -> None:
     two = config(ranks=2)
     assert parts("learner rank 0", two)["weights in transit"] == 4 * PARAMETERS

@@ -20,7 +20,7 @@ from slipstream.workflows.sft import SFTRun, load_sft_data
 
 @pytest.fixture(scope="module")
 def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One configuration: once, once interrupted and resumed, with another seed, and on two ranks in two layouts."""
+    """One configuration: once, once interrupted and resumed, with another seed, and on two ranks in three layouts."""
     bench = make_workbench(tmp_path_factory.mktemp("sft"))
     held_out = {
         "evaluation_data.source": str(bench.rows),
@@ -39,6 +39,7 @@ def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     pair = [bench.start("sft", "other", settings | {"seed": 1})]
     pair.append(bench.start("sft", "ranks", settings | {"training.data_parallel": 2}))
     pair.append(bench.start("sft", "sharing", settings | {"training.sequence_parallel": 2}))
+    pair.append(bench.start("sft", "pieces", settings | {"training.tensor_parallel": 2}))
     for process in pair:
         assert process.finish() == 0, process.stderr
     return bench
@@ -63,7 +64,7 @@ def test_another_seed_gives_another_run(runs: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", ["ranks", "sharing"])
+@pytest.mark.parametrize("ranks", ["ranks", "sharing", "pieces"])
 def test_two_ranks_train_as_one_does(ranks: str, runs: Any) -> None:
     assert losses(runs, ranks) == pytest.approx(losses(runs, "once"), rel=1e-5)
     for mine, other in zip(runs.metrics(ranks), runs.metrics("once"), strict=True):

@@ -16,6 +16,11 @@ from slipstream.errors import ConfigError
 
 Role = Literal["controller", "learner", "critic", "rollout", "reward", "reward_model"]
 
+Layout = tuple[int, int, int]
+"""Of a learner: ranks that learn from different data, times those that share it, times those that share weights."""
+
+LAYOUT_KEYS = ("training.data_parallel", "training.sequence_parallel", "training.tensor_parallel")
+
 ACTOR_CPU_SHARE = 0.01
 """CPUs that an engine asks Ray for. Ray only counts; threads decide what an engine uses. Engines that take turns use
 the same cores, so whole numbers would not fit on a small machine."""
@@ -87,7 +92,8 @@ def plan_placement(config: RLConfig | SupervisedConfig | AnsweringConfig, cpus: 
     alternating = isinstance(config, RLConfig) and config.rollout.max_staleness == 0
     layout = None
     if not isinstance(config, AnsweringConfig):
-        layout = config.training.data_parallel, config.training.sequence_parallel
+        training = config.training
+        layout = training.data_parallel, training.sequence_parallel, training.tensor_parallel
     shares = _gpu_shares(
         layout,
         engines=engines,
@@ -127,7 +133,7 @@ def _reward_workers(config: RLConfig | SupervisedConfig | AnsweringConfig) -> in
 
 
 def _gpu_shares(
-    layout: tuple[int, int] | None,
+    layout: Layout | None,
     *,
     engines: int,
     gpus: int,
@@ -137,7 +143,7 @@ def _gpu_shares(
 ) -> GpuShares:
     """A GPU for each process where there are enough, else they share, ranks and engines in a synchronous run only.
 
-    `layout` is the learner's: ranks that learn from different data, times those that share it; None for no learner.
+    `layout` is the learner's, None for no learner.
     With a critic, ranks and GPUs must be as many, or there must be a GPU for each rank and each critic rank: of other
     numbers Ray could put two critic ranks on a GPU where no rank is.
     """
@@ -154,11 +160,11 @@ def _gpu_shares(
     _refuse(layout, engines=engines, gpus=gpus, alternating=alternating, has_critic=has_critic)
 
 
-def _refuse(
-    layout: tuple[int, int] | None, *, engines: int, gpus: int, alternating: bool, has_critic: bool
-) -> NoReturn:
+def _refuse(layout: Layout | None, *, engines: int, gpus: int, alternating: bool, has_critic: bool) -> NoReturn:
     """Say what does not fit, and what is nearest to it of all that does."""
-    keys = [] if layout is None else ["training.data_parallel ({}) x training.sequence_parallel ({})".format(*layout)]
+    keys = []
+    if layout is not None:
+        keys = [" x ".join(f"{key} ({size})" for key, size in zip(LAYOUT_KEYS, layout, strict=True))]
     keys += [f"rollout.engines ({engines})"] * (engines > 0)
     wanted = " and ".join(keys) + (", with a critic," if has_critic else "")
     learners = 2 if has_critic else 1
@@ -173,14 +179,28 @@ def _refuse(
     if layout is not None:
         left = gpus if alternating else gpus - fitting
         possible = {*range(1, left // learners + 1), *([gpus] if alternating else [])}
-        data, sequence = nearest_layout(layout, possible)
-        nearest = [f"training.data_parallel {data}", f"training.sequence_parallel {sequence}", *nearest]
+        found = nearest_layout(layout, possible)
+        nearest = [*(f"{key} {size}" for key, size in zip(LAYOUT_KEYS, found, strict=True)), *nearest]
     raise ConfigError(f"{problem}; the nearest that fits is {', '.join(nearest)}")
 
 
-def nearest_layout(layout: tuple[int, int], possible: Collection[int]) -> tuple[int, int]:
-    """Of all (data, sequence) with a possible number of ranks, the one nearest to `layout`: first by that number."""
-    data, sequence = layout
-    ranks = data * sequence
-    layouts = [(each // width, width) for each in possible for width in range(1, each + 1) if each % width == 0]
-    return min(layouts, key=lambda found: (abs(math.prod(found) - ranks), math.prod(found), abs(found[1] - sequence)))
+def nearest_layout(layout: Layout, possible: Collection[int]) -> Layout:
+    """Of all layouts with a possible number of ranks, the one nearest to `layout`.
+
+    First by the ranks that share weights, never more of them: divided less the model may not fit, and it may not be
+    divisible any further. Then by the number of ranks.
+    """
+    _, sequence, tensor = layout
+    ranks = math.prod(layout)
+    layouts = [
+        (each // (width * pieces), width, pieces)
+        for each in possible
+        for pieces in range(1, min(each, tensor) + 1)
+        for width in range(1, each + 1)
+        if each % (width * pieces) == 0
+    ]
+
+    def distance(found: Layout) -> tuple[int, ...]:
+        return tensor - found[2], abs(math.prod(found) - ranks), math.prod(found), abs(found[1] - sequence)
+
+    return min(layouts, key=distance)

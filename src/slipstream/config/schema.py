@@ -143,8 +143,12 @@ class TrainingConfig(Section):
     """How weights are updated, in every workflow."""
 
     data_parallel: int = Field(1, ge=1, description="Shares of a batch, each learned by ranks of its own.")
-    sequence_parallel: int = Field(
-        1, ge=1, description="Ranks that share the tokens of a row. There are data_parallel x sequence_parallel ranks."
+    sequence_parallel: int = Field(1, ge=1, description="Ranks that share the tokens of a row.")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share the weights of each layer. There are data_parallel x sequence_parallel x "
+        "tensor_parallel ranks.",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="ZeRO stage: what DeepSpeed partitions over the ranks.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
@@ -169,7 +173,7 @@ class TrainingConfig(Section):
     @property
     def ranks(self) -> int:
         """Learner processes."""
-        return self.data_parallel * self.sequence_parallel
+        return self.data_parallel * self.sequence_parallel * self.tensor_parallel
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -190,12 +194,18 @@ def require_trainable(model: ModelConfig, training: TrainingConfig) -> None:
             "training.zero_stage 3 cannot train an adapter: set training.zero_stage to 0, 1 or 2, which partition what "
             "the adapter needs, or remove model.lora"
         )
+    if model.lora is not None and training.tensor_parallel > 1:
+        raise ValueError(
+            f"training.tensor_parallel ({training.tensor_parallel}) cannot train an adapter, whose matrices it would "
+            "leave whole: set it to 1, with training.data_parallel or training.sequence_parallel for more ranks, or "
+            "remove model.lora"
+        )
 
 
 def require_shares(batch_size: int, training: TrainingConfig) -> None:
     """Raises ValueError where some ranks would have nothing to learn from; says which layout is nearest."""
     if batch_size < training.data_parallel:
-        nearest = batch_size * training.sequence_parallel
+        nearest = batch_size * training.sequence_parallel * training.tensor_parallel
         raise ValueError(
             f"batch_size ({batch_size}) must be at least training.data_parallel ({training.data_parallel}); with it "
             f"the nearest layout is training.data_parallel {batch_size}, which is {nearest} ranks"

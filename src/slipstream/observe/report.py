@@ -67,6 +67,7 @@ OVERVIEW_KEYS = (
     "training.zero_stage",
     "training.data_parallel",
     "training.sequence_parallel",
+    "training.tensor_parallel",
 )
 
 

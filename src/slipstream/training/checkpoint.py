@@ -37,6 +37,14 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "generation_config.json",
 )
+# What a learner must have as the checkpoint it goes on from, with the words for it.
+COMPARED = {
+    "ranks": "ranks",
+    "tensor_parallel": "training.tensor_parallel",
+    "zero_stage": "ZeRO stage",
+    "dtype": "type",
+    "lora": "LoRA adapter",
+}
 # How torch words a write that the file system refused; it raises RuntimeError without errno.
 TORCH_WRITE_FAILURES = ("PytorchStreamWriter", "file write failed", "unexpected pos", "write failed")
 
@@ -97,7 +105,9 @@ def load_checkpoint(
 
 
 def _compare(saved: dict[str, Any], current: dict[str, Any], folder: Path) -> None:
-    for key, words in (("ranks", "ranks"), ("zero_stage", "ZeRO stage"), ("dtype", "type"), ("lora", "LoRA adapter")):
+    # Where nothing is said of it, every rank had whole weights.
+    saved = {"tensor_parallel": 1, **saved}
+    for key, words in COMPARED.items():
         if saved[key] != current[key]:
             raise RunDirectoryError(
                 f"checkpoint {folder} was written with {words} {saved[key]}, this run has {words} {current[key]}; "

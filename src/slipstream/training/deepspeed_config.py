@@ -4,6 +4,7 @@ from typing import Any
 
 from slipstream.config.schema import TrainingConfig
 from slipstream.errors import ConfigError
+from slipstream.models.tensor_plan import require_heads, tensor_plan
 
 # Elements per collective. DeepSpeed's default of 500 million allocates gigabytes of buffers whatever the model.
 BUCKET_ELEMENTS = 1 << 24
@@ -38,3 +39,23 @@ def deepspeed_config(training: TrainingConfig, *, dtype: str, device: str) -> di
         # Gradients of micro-batches are added up in float32: in bfloat16 small ones would be lost.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
+
+
+def tensor_parallel_config(model_config: Any, training: TrainingConfig, *, path: str, key: str) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given in addition to divide a model among tensor-parallel ranks.
+
+    `model_config` is Transformers'; `path` and its configuration key are for messages. Raises ModelError for a family
+    that cannot be divided and ConfigError where it has too few heads.
+    """
+    section = model_config.get_text_config()
+    heads = getattr(section, "num_key_value_heads", None) or section.num_attention_heads
+    layers = tensor_plan(model_config, path, key)
+    require_heads(heads, training.tensor_parallel, model=f"{key} {path!r}")
+    return {
+        "tensor_parallel": {
+            "autotp_size": training.tensor_parallel,
+            # Left to DeepSpeed, the logits of a tied head would be in pieces too.
+            "vocab_parallel_lm_head": False,
+            "partition_config": {"use_default_specs": False, "layer_specs": layers},
+        }
+    }

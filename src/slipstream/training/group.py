@@ -1,8 +1,8 @@
 """A learner as the loop sees it, whatever its role: one object, whatever the number of ranks.
 
 Cuts a batch into micro-batches, gives every rank its share, calls all ranks at once and waits for all with a
-deadline. Every rank gets the same number of micro-batches, so that collectives always meet. Ranks that share rows get
-the same ones, and divide each among themselves.
+deadline. Every rank gets the same number of micro-batches, so that collectives always meet. Ranks that share rows or
+weights get the same ones, and divide each among themselves.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class LearnerGroup:
         examples_per_unit: int = 1,
         share_prompts: bool = True,
         sequence_parallel: int = 1,
+        tensor_parallel: int = 1,
     ) -> None:
         """`examples_per_unit`: so many examples, one after the other, always share a micro-batch, in their order.
 
         `share_prompts`: what examples have in common before their loss tokens is computed once in a micro-batch.
-        `sequence_parallel`: so many ranks, one after the other, compute the same micro-batches together.
+        `sequence_parallel` x `tensor_parallel` ranks, one after the other, compute the same micro-batches together.
         """
-        self.mesh = Mesh(len(ranks) // sequence_parallel, sequence_parallel)
+        self.mesh = Mesh(len(ranks) // (sequence_parallel * tensor_parallel), sequence_parallel, tensor_parallel)
         self.ranks = list(ranks)
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.examples_per_unit = examples_per_unit

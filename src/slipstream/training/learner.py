@@ -18,7 +18,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,25 +39,25 @@ from slipstream.models.lora import (
     ADAPTER_FOLDER,
     add_adapter,
     leave_out_frozen,
-    merged_weights,
     named_weights,
     save_adapter,
     without_adapter,
 )
 from slipstream.models.router import router_loss_coefficient
-from slipstream.models.stored_weights import StoredWeight, model_tensors, stored_weights
+from slipstream.models.stored_weights import model_tensors
 from slipstream.models.verification import require_divisible_rows
 from slipstream.training.batch import MicroBatch, ModelInput, RowShare, make_micro_batch
 from slipstream.training.checkpoint import export_model, load_checkpoint, save_checkpoint, storage_errors
-from slipstream.training.deepspeed_config import deepspeed_config
+from slipstream.training.deepspeed_config import deepspeed_config, tensor_parallel_config
 from slipstream.training.mesh import Mesh
 from slipstream.training.optimizer import make_optimizer, set_learning_rate, take_step
 from slipstream.training.process_group import import_deepspeed, join_process_group, open_listener
 from slipstream.training.reference import ReferenceModel, TeacherSpec, frozen
 from slipstream.training.roles import ROLES, RoleName, sum_of_all
+from slipstream.training.tensor_shards import TensorShards
 from slipstream.training.totals import StepTotals, nonfinite_examples
-from slipstream.weights.channel import WeightSender, open_sender
-from slipstream.weights.plan import ChannelAddress, WeightPlan, make_plan
+from slipstream.training.whole_weights import WeightSource, WholeWeights
+from slipstream.weights.plan import ChannelAddress, WeightPlan
 
 MicroBatches = Sequence[Sequence[TrainingExample]]
 
@@ -91,7 +91,7 @@ class LearnerSpec:
     @property
     def mesh(self) -> Mesh:
         """How all ranks are arranged."""
-        return Mesh(self.training.data_parallel, self.training.sequence_parallel)
+        return Mesh(self.training.data_parallel, self.training.sequence_parallel, self.training.tensor_parallel)
 
 
 class LearnerRank:
@@ -104,9 +104,7 @@ class LearnerRank:
         self._optimizer_step = 0
         # Of the optimizer step that gradients are accumulated for.
         self._totals = StepTotals()
-        self._plan: WeightPlan | None = None
-        self._stored: dict[str, StoredWeight] = {}
-        self._sender: WeightSender | None = None
+        self._source: WeightSource | None = None
         self._listeners: dict[int, socket.socket] = {}
 
     # ------------------------------------------------------------------ start and stop
@@ -147,6 +145,7 @@ class LearnerRank:
         )
         self._fingerprint = model_fingerprint(spec.model_path)
         self._sequence_group = spec.mesh.join_sequence_group(spec.rank, timeout_s=spec.timeout_s)
+        self._tensor_group = spec.mesh.join_tensor_group(spec.rank, timeout_s=spec.timeout_s)
         module: Any = self._load_module(
             spec.model_path, spec.model_key, activation_checkpointing=spec.activation_checkpointing
         )
@@ -155,11 +154,7 @@ class LearnerRank:
         if spec.lora is not None:
             add_adapter(model, spec.lora)
             leave_out_frozen(module)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(model).items()}
-        self._deepspeed = import_deepspeed(self._device)
-        self._engine, *_ = self._deepspeed.initialize(
-            model=module, optimizer=make_optimizer(module, spec.training), config=config
-        )
+        self._make_engine(module, config)
         self._reference: ReferenceModel | None = None
         # With an adapter, the reference is the same model without it.
         if spec.load_reference and spec.lora is None:
@@ -168,12 +163,32 @@ class LearnerRank:
         if spec.teacher is not None:
             self._teacher = frozen(self._load_module(spec.teacher.path, spec.teacher.key))
         return {
-            "parameters": sum(math.prod(shape) for shape in self._shapes.values()),
+            "parameters": sum(math.prod(shape) for shape in self._weights.shapes.values()),
             "memory_bytes": _resident_bytes(),
             "device": self._device,
             "dtype": self._dtype,
             "seconds": time.monotonic() - started,
         }
+
+    def _make_engine(self, module: Any, config: dict[str, Any]) -> None:
+        """Put DeepSpeed's engine around the module, which it divides among the ranks."""
+        spec, model, group = self._spec, module.model, self._tensor_group
+        shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(model).items()}
+        if group is not None:
+            config |= tensor_parallel_config(model.config, spec.training, path=spec.model_path, key=spec.model_key)
+            # Where DeepSpeed looks for the number of heads.
+            module.config = model.config
+        self._engine, *_ = import_deepspeed(self._device).initialize(
+            model=module, optimizer=make_optimizer(module, spec.training), config=config
+        )
+        shards = None
+        if group is not None:
+            # Of the inputs of the first call, which it does not know all kinds of; the controller gives all ranks of a
+            # group the same.
+            self._engine.first_dataloader_check.remove()
+            pieces = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named_weights(model).items()}
+            shards = TensorShards(group, shapes, pieces)
+        self._weights = WholeWeights(model, shapes, is_partitioned=spec.training.zero_stage == 3, shards=shards)
 
     def shutdown(self) -> None:
         """Release the weight channel and the engine; safe at any time. The process group goes with the process."""
@@ -183,9 +198,9 @@ class LearnerRank:
             self._engine = None
 
     def _close_channel(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        if self._source is not None:
+            self._source.close()
+            self._source = None
 
     def _load_module(self, path: str, key: str, *, activation_checkpointing: bool = False) -> torch.nn.Module:
         module = self._role.load(
@@ -228,9 +243,9 @@ class LearnerRank:
             total_steps=self._spec.total_optimizer_steps,
         )
         self._backward(micro_batches, objective, ends_step=True)
-        totals = self._totals.over_all_ranks(sequence_ranks=self._spec.mesh.sequence)
+        totals = self._totals.over_all_ranks(ranks_per_share=self._spec.mesh.ranks_per_share)
         self._totals = StepTotals()
-        gradient_norm = take_step(self._engine, self._spec.training.zero_stage)
+        gradient_norm = take_step(self._engine, self._spec.training.zero_stage, self._tensor_group)
         self._optimizer_step += 1
         skipped = not math.isfinite(gradient_norm)
         metrics: dict[str, Any] = totals.metrics() | {
@@ -255,8 +270,9 @@ class LearnerRank:
             with self._row(examples) as batch:
                 loss = self._accumulate_loss(batch, objective, self._totals)
                 # DeepSpeed averages gradients over ranks; the loss is a sum over them. Ranks that share a row compute
-                # the same loss, and each the gradient by its own tokens, which are a sum as well.
-                self._engine.backward(loss * self._spec.mesh.ranks, scale_wrt_gas=False)
+                # the same loss, and each the gradient by its own tokens, which are a sum as well. Tensor-parallel ranks
+                # compute the same loss too, and each the whole gradient of its pieces of the weights.
+                self._engine.backward(loss * self._spec.mesh.averaged_ranks, scale_wrt_gas=False)
 
     def loss(self, micro_batches: MicroBatches, objective: Objective) -> dict[str, Any]:
         """The loss and the objective's metrics over a batch, without an update: for held-out data."""
@@ -265,7 +281,7 @@ class LearnerRank:
             for examples in micro_batches:
                 with self._row(examples) as batch:
                     self._accumulate_loss(batch, objective, totals)
-        totals = totals.over_all_ranks(sequence_ranks=self._spec.mesh.sequence)
+        totals = totals.over_all_ranks(ranks_per_share=self._spec.mesh.ranks_per_share)
         return totals.metrics() | {"nonfinite_examples": sorted(totals.nonfinite_examples)}
 
     def _accumulate_loss(self, batch: MicroBatch, objective: Objective, totals: StepTotals) -> torch.Tensor:
@@ -349,7 +365,7 @@ class LearnerRank:
 
     def refresh_reference(self) -> None:
         """Make the policy as it is now the reference. Raises TrainingError if none was loaded."""
-        self._require_reference().refresh(self._each_parameter())
+        self._require_reference().refresh(self._weights.each_parameter())
 
     def _require_reference(self) -> ReferenceModel:
         if self._reference is None:
@@ -398,57 +414,14 @@ class LearnerRank:
         Names and pieces are those of a model folder. Raises WeightSyncError for a family that cannot be published.
         """
         self._close_channel()
-        model = self._engine.module.model
-        tensors = model_tensors(model)
-        shapes = {name: self._shapes.get(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        self._stored = stored_weights(model, shapes)
-        self._plan = make_plan(
-            (
-                (name, str(tensors[weight.source].dtype).removeprefix("torch."), weight.shape)
-                for name, weight in self._stored.items()
-            ),
-            bucket_bytes,
-            channel=channel,
-        )
-        return self._plan
+        self._source = WeightSource(self._weights, bucket_bytes, channel, listeners=self._listeners)
+        return self._source.plan
 
     def fill_bucket(self, index: int) -> dict[str, int]:
         """Send bucket `index` of the plan from rank 0; returns the checksum of each tensor there, {} elsewhere."""
-        if self._plan is None:
+        if self._source is None:
             raise WeightSyncError("fill_bucket was called before weight_plan")
-        bucket = self._plan.buckets[index]
-        pieces = {spec.name: self._stored[spec.name] for spec in bucket.tensors}
-        with self._whole_tensors(sorted({piece.source for piece in pieces.values()})) as sources:
-            if self._spec.rank != 0:
-                return {}
-            tensors = {name: piece.view(sources[piece.source]) for name, piece in pieces.items()}
-            if self._sender is None:
-                self._sender = open_sender(self._plan, self._listeners.pop(self._plan.channel.port, None))
-            return self._sender.send(bucket, tensors)
-
-    @contextmanager
-    def _whole_parameters(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters by Hugging Face name, merged with an adapter; under ZeRO stage 3 gathered for the time being."""
-        model = self._engine.module.model
-        parameters = named_weights(model)
-        chosen = {name: parameters[name] for name in names}
-        is_partitioned = self._spec.training.zero_stage == 3
-        gathered = self._deepspeed.zero.GatheredParameters(list(chosen.values())) if is_partitioned else nullcontext()
-        with gathered:
-            yield merged_weights(model, {name: parameter.detach() for name, parameter in chosen.items()})
-
-    @contextmanager
-    def _whole_tensors(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """As `_whole_parameters`, of buffers as well, which every rank has whole."""
-        buffers = dict(self._engine.module.model.named_buffers())
-        with self._whole_parameters([name for name in names if name not in buffers]) as tensors:
-            yield tensors | {name: buffers[name] for name in names if name in buffers}
-
-    def _each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters one after the other, each whole until the next one comes. All ranks must go through them."""
-        for name in self._shapes:
-            with self._whole_parameters([name]) as tensors:
-                yield name, tensors[name]
+        return self._source.fill_bucket(index, sends=self._spec.rank == 0)
 
     # ------------------------------------------------------------------ disk
 
@@ -475,8 +448,8 @@ class LearnerRank:
         Raises TrainingError if the disk is full.
         """
         tensors = model_tensors(self._engine.module.model)
-        state = {name: tensor.cpu() for name, tensor in tensors.items() if name not in self._shapes}
-        for name, tensor in self._each_parameter():
+        state = {name: tensor.cpu() for name, tensor in tensors.items() if name not in self._weights.shapes}
+        for name, tensor in self._weights.each_parameter():
             if self._spec.rank == 0:
                 state[name] = tensor.cpu().clone()
         if self._spec.rank == 0:
@@ -493,13 +466,14 @@ class LearnerRank:
             "model_path": self._spec.model_path,
             "model": self._fingerprint,
             "ranks": self._spec.mesh.ranks,
+            "tensor_parallel": self._spec.mesh.tensor,
             "zero_stage": self._spec.training.zero_stage,
             "dtype": self._dtype,
             "has_adapter": self._spec.lora is not None,
             "lora": None if self._spec.lora is None else self._spec.lora.model_dump(),
             "shapes": {name: list(p.shape) for name, p in self._engine.module.model.named_parameters()}
             if self._spec.lora is not None
-            else {name: list(shape) for name, shape in self._shapes.items()},
+            else {name: list(shape) for name, shape in self._weights.shapes.items()},
         }
 
 

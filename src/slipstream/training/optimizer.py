@@ -8,6 +8,7 @@ from torch import nn
 
 from slipstream.algorithms.schedule import learning_rate_factor
 from slipstream.config.schema import TrainingConfig
+from slipstream.training.tensor_shards import TensorGroup
 
 
 def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
@@ -40,8 +41,10 @@ def set_learning_rate(engine: Any, training: TrainingConfig, *, step: int, total
     return training.learning_rate * factor
 
 
-def take_step(engine: Any, zero_stage: int) -> float:
+def take_step(engine: Any, zero_stage: int, tensor_group: TensorGroup | None = None) -> float:
     """Update the weights with the accumulated gradients, or drop these if they are not finite.
+
+    `tensor_group`: the ranks that hold the pieces of the weights, None where they are whole.
 
     Returns the gradients' global norm before clipping; where it is not finite, nothing was updated.
     """
@@ -50,8 +53,11 @@ def take_step(engine: Any, zero_stage: int) -> float:
         # reports infinity.
         engine.step()
         return float(engine.get_global_grad_norm())
-    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients))
+    if tensor_group is None:
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+    else:
+        norm = tensor_group.gradient_norm(engine.module.parameters())
     if math.isfinite(norm):
         engine.step()
     else:

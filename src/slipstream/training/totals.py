@@ -64,15 +64,15 @@ class StepTotals:
         for moment, value in sums.items():
             so_far[moment] += value
 
-    def over_all_ranks(self, *, sequence_ranks: int) -> StepTotals:
+    def over_all_ranks(self, *, ranks_per_share: int) -> StepTotals:
         """The totals of all ranks together, the same on every rank. All ranks must call it.
 
-        `sequence_ranks` neighbours compute the same rows and have the same totals, which count once.
+        `ranks_per_share` neighbours learn from the same sequences and have the same totals, which count once.
         """
         gathered: list[StepTotals] = [self] * distributed.get_world_size()
         distributed.all_gather_object(gathered, self)
         total = StepTotals()
-        total.merge(gathered[::sequence_ranks])
+        total.merge(gathered[::ranks_per_share])
         return total
 
     def metrics(self) -> dict[str, float]:

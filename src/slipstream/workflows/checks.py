@@ -45,6 +45,7 @@ from slipstream.workflows.model_facts import (
     read_model_facts,
 )
 from slipstream.workflows.scoring_models import ScoredUnit, require_reward_model, require_start
+from slipstream.workflows.tensor_layout import check_tensor_layout, check_tensor_layouts
 
 WHOLE_FILE_BYTES = 64 << 20
 """Data up to this size is read whole here; of larger JSON lines only the first `SAMPLE_BYTES`."""
@@ -64,6 +65,7 @@ def check_config(config: Workflow, *, reward: Callable[..., Any] | None = None) 
     """
     check_output_dir(config)
     if isinstance(config, PipelineConfig):
+        check_tensor_layouts(config)
         _check_pipeline(config, reward=reward)
         return
     check_model(config)
@@ -71,6 +73,8 @@ def check_config(config: Workflow, *, reward: Callable[..., Any] | None = None) 
         scores: ScoredUnit = "answers" if config.supervision == "pairs" else "steps"
         require_start(config.model.path, key="model.path", scores=scores)
     check_lengths(config, model_limit(config.model.path))
+    if isinstance(config, RLConfig | SupervisedConfig):
+        check_tensor_layout(config)
     _check_sources(config, prefix="", reward=reward)
 
 

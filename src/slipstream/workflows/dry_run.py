@@ -298,7 +298,7 @@ def _layout_text(training: TrainingConfig) -> str:
     """How the ranks of a learner are arranged."""
     return (
         f"Learner: {training.ranks} ranks = {training.data_parallel} that learn from different sequences x "
-        f"{training.sequence_parallel} that share each of them"
+        f"{training.sequence_parallel} that share each of them x {training.tensor_parallel} that share the weights"
     )
 
 

@@ -326,6 +326,7 @@ def _learner_group(
         examples_per_unit=examples_per_unit,
         share_prompts=config.training.share_prompts,
         sequence_parallel=config.training.sequence_parallel,
+        tensor_parallel=config.training.tensor_parallel,
     )
 
 

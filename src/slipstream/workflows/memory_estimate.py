@@ -101,36 +101,52 @@ def adapter_parameters(model: ModelFacts, rank: int) -> int:
     return model.layers * rank * (2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + inner))
 
 
+def rank_parameters(model: ModelFacts, tensor_parallel: int) -> int:
+    """Numbers in the weights of one of the ranks that share them, before ZeRO partitions anything.
+
+    The matrices of a Llama block are divided; embeddings, heads, norms and biases are not.
+    """
+    hidden, keys, inner = model.hidden_size, model.key_value_width, model.intermediate_size
+    matrices = min(model.parameters, model.layers * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner))
+    return model.parameters - matrices + math.ceil(matrices / tensor_parallel)
+
+
 def learner_state_bytes(
     model: ModelFacts, training: TrainingConfig, *, dtype: str, learned: int | None = None
 ) -> dict[str, int]:
     """Weights, gradients and AdamW states of one rank under ZeRO (arXiv 1910.02054, section 5).
 
-    A stage partitions over the ranks: 1 the optimizer states, 2 the gradients too, 3 the weights too. From stage 1 on
-    DeepSpeed keeps a float32 master copy of the weights, even of float32 weights; at stage 0 only of bfloat16 ones.
-    `learned` parameters have gradients and states; None for all.
+    A stage partitions over the ranks that average gradients: 1 the optimizer states, 2 the gradients too, 3 the weights
+    too. From stage 1 on DeepSpeed keeps a float32 master copy of the weights, even of float32 weights; at stage 0 only
+    of bfloat16 ones. Tensor-parallel ranks have a share of the layers and all of the embeddings. `learned` parameters
+    have gradients and states; None for all.
     """
-    learned = model.parameters if learned is None else learned
+    parameters = rank_parameters(model, training.tensor_parallel)
+    learned = parameters if learned is None else learned
     width = BYTES_OF_DTYPE[dtype]
-    ranks = training.ranks
+    ranks = training.data_parallel * training.sequence_parallel
     master = learned * FLOAT32_BYTES if training.zero_stage >= 1 or dtype != "float32" else 0
     optimizer = learned * FLOAT32_BYTES * ADAM_MOMENTS + master
     return {
-        "weights": model.parameters * width // (ranks if training.zero_stage == 3 else 1),
+        "weights": parameters * width // (ranks if training.zero_stage == 3 else 1),
         "gradients": learned * width // (ranks if training.zero_stage >= 2 else 1),
         "optimizer": optimizer // (ranks if training.zero_stage >= 1 else 1),
     }
 
 
-def activation_bytes(model: ModelFacts, *, tokens: int, dtype: str, checkpointing: bool) -> int:
+def activation_bytes(
+    model: ModelFacts, *, tokens: int, dtype: str, checkpointing: bool, tensor_parallel: int = 1
+) -> int:
     """What the backward pass of `tokens` packed tokens keeps.
 
     A Llama block keeps 8 H + 2 K + 4 I numbers per token (H hidden, K keys, I feed-forward; counted from the tensors
     that autograd saves, attention without its matrix). With checkpointing a block keeps its input, and one block at a
-    time is recomputed in full.
+    time is recomputed in full. Tensor-parallel ranks have a share of 2 H + 2 K + 4 I of them each: queries, keys and
+    values, what attention answers, and the inside of the feed-forward layer.
     """
     width = BYTES_OF_DTYPE[dtype]
-    block = 8 * model.hidden_size + 2 * model.key_value_width + 4 * model.intermediate_size
+    shared = 2 * model.hidden_size + 2 * model.key_value_width + 4 * model.intermediate_size
+    block = 6 * model.hidden_size + math.ceil(shared / tensor_parallel)
     per_token = model.layers * model.hidden_size + block if checkpointing else model.layers * block
     return tokens * per_token * width
 
@@ -145,7 +161,11 @@ def _training_parts(
     states = learner_state_bytes(model, config.training, dtype=dtype, learned=learned)
     parts = {"base": LEARNER_BASE_BYTES, **states}
     parts["activations"] = activation_bytes(
-        model, tokens=tokens, dtype=dtype, checkpointing=config.model.activation_checkpointing
+        model,
+        tokens=tokens,
+        dtype=dtype,
+        checkpointing=config.model.activation_checkpointing,
+        tensor_parallel=config.training.tensor_parallel,
     )
     return parts
 
@@ -168,9 +188,10 @@ def _learner_parts(
         parts["reference"] = model.parameters * BYTES_OF_DTYPE[dtype]
     if isinstance(config, RLConfig):
         if config.algorithm.kl_coefficient > 0 and not has_adapter:
-            parts["reference"] = parts["weights"]
-        if is_first:
-            # One bucket at a time is on its way to the rollout engines.
+            parts["reference"] = model.parameters * BYTES_OF_DTYPE[dtype]
+        if is_first or config.training.tensor_parallel > 1:
+            # One bucket at a time is on its way to the rollout engines, and put together from pieces on all that have
+            # some of it.
             parts["weights in transit"] = min(config.weights.bucket_bytes, model.parameters * BYTES_OF_DTYPE[dtype])
     return parts
 
