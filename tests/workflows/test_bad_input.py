@@ -122,6 +122,19 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(bench: Any) -> None:
     assert "not a run directory" in error_of(bench.command("resume", "."), code=WRONG_INPUT)
 
 
+def test_a_run_that_came_to_its_end_is_complete_and_gets_the_report_it_was_killed_before(bench: Any) -> None:
+    run = started_before(bench, "run")
+    (run / "summary.json").write_text('{"steps": 6}')
+    process = bench.command("resume", "run", "--json")
+    assert process.finish() == 0, process.stderr
+    assert json.loads(process.stdout) == {"steps": 6}
+    assert f"the run in {run} is complete" in process.stderr and len(process.stderr.splitlines()) == 1
+    assert "Reinforcement learning" in (run / "report.html").read_text()
+    before = content(run)
+    assert bench.command("resume", "run").finish() == 0
+    assert content(run) == before, "nothing is left to do the second time"
+
+
 # ---------------------------------------------------------------- rewards
 
 
