@@ -192,11 +192,12 @@ def test_a_reward_that_always_fails_ends_the_run_and_is_quoted(bench: Any) -> No
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that has room for two checkpoints and not for a third."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of so many KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
+    size = f"size={request.param}k"
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(disk)], capture_output=True)
     if mount.returncode:
         pytest.skip(f"no permission to mount a small file system: {mount.stderr.decode().strip()}")
     yield disk
@@ -205,6 +206,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("small_disk", [4096], ids=["for two checkpoints and no third"], indirect=True)
 def test_a_full_disk_while_saving_loses_nothing(bench: Any, small_disk: Path) -> None:
     run = str(small_disk / "run")
     process = bench.start("rl", run, bench.rl_settings(steps=5, checkpoint__every_steps=1, checkpoint__keep=4))
@@ -218,3 +220,26 @@ def test_a_full_disk_while_saving_loses_nothing(bench: Any, small_disk: Path) ->
     resumed = bench.resume(run)
     assert f"step-{len(kept):06d}" in resumed.stderr
     assert [line["step"] for line in bench.metrics(run)] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("small_disk", [384], ids=["for an adapter and no model"], indirect=True)
+def test_a_full_disk_while_exporting_loses_nothing(bench: Any, small_disk: Path) -> None:
+    """Checkpoints hold the adapter alone; the export is the merged model."""
+    run = small_disk / "run"
+    settings = bench.sft_settings(steps=2, checkpoint__every_steps=1) | {"model.lora": {"rank": 1}}
+    process = bench.start("sft", str(run), settings)
+    message = error_of(process, code=FAILED)
+    assert "No space left on device" in message and str(run) in message and "resume" in message
+    assert process.survivors(limit_s=10) == []
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+    assert not any("export" in path.name for path in run.iterdir()), "half a model is none"
+    metrics = bench.metrics(str(run))
+
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    resumed = bench.resume(str(run))
+    assert "step-000002" in resumed.stderr
+    assert bench.metrics(str(run)) == metrics and len(metrics) == 2
+    assert (run / "export/model.safetensors").stat().st_size > 400_000
+    assert (run / "summary.json").exists() and (run / "report.html").exists()

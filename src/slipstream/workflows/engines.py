@@ -62,13 +62,16 @@ def start_rl_engines(
     placement = plan_placement(config, hardware.cpus, hardware.gpus)
     # In this order: on shared GPUs each kind finds its place beside the ones before it (cluster/placement.py).
     spec, start_timeout_s = _policy_spec(config, temperature=config.rollout.temperature), config.cluster.start_timeout_s
-    ranks = _start_ranks(session, placement.of_role("learner"), spec, start_timeout_s=start_timeout_s)
+    ranks = _make_ranks(session, placement.of_role("learner"), spec, start_timeout_s=start_timeout_s)
     critic_ranks = []
     if config.has_critic:
         critics = placement.of_role("critic")
-        critic_ranks = _start_ranks(session, critics, _critic_spec(config), start_timeout_s=start_timeout_s)
+        critic_ranks = _make_ranks(session, critics, _critic_spec(config), start_timeout_s=start_timeout_s)
     rollout_engines = _start_rollout_engines(session, config, placement, hardware)
     reward_engine = _start_reward_engine(session, config, reward, placement=placement, hardware=hardware)
+    _let_meet(ranks, start_timeout_s=start_timeout_s)
+    if critic_ranks:
+        _let_meet(critic_ranks, start_timeout_s=start_timeout_s)
     await_engines(session.engines, deadline_s=start_timeout_s)
     for engine in rollout_engines:
         engine.takes_weights = True
@@ -115,7 +118,8 @@ def _start_supervised_learner(
     hardware = detect_hardware()
     placement = plan_placement(config, hardware.cpus, hardware.gpus)
     start_timeout_s = config.cluster.start_timeout_s
-    ranks = _start_ranks(session, placement.of_role("learner"), spec, start_timeout_s=start_timeout_s)
+    ranks = _make_ranks(session, placement.of_role("learner"), spec, start_timeout_s=start_timeout_s)
+    _let_meet(ranks, start_timeout_s=start_timeout_s)
     await_engines(ranks, deadline_s=start_timeout_s)
     return _learner_group(config, ranks, examples_per_unit=examples_per_unit)
 
@@ -198,26 +202,35 @@ def _optimizer_steps(config: RLConfig | SupervisedConfig, *, waits_for_critic: b
     return max(config.steps - waiting, 1) * config.optimizer_steps_per_batch * config.epochs_per_batch
 
 
-def _start_ranks(
+def _make_ranks(
     session: ClusterSession,
     actors: Sequence[ActorPlacement],
     spec: LearnerSpec,
     *,
     start_timeout_s: float,
 ) -> list[RemoteEngine]:
-    """Make the ranks of one learner and wait until their processes run; `start` is left to the caller."""
+    """Make the ranks of one learner; where they have GPUs, wait until they have their places there.
+
+    Elsewhere nobody waits: all processes of a run spend their first seconds importing, and may do so at once.
+    """
     from slipstream.training.learner import LearnerRank
 
     ranks = []
     for rank, actor in enumerate(actors):
         training = spec.training.model_copy(update={"threads": actor.threads})
         ranks.append(_start_actor(session, actor, LearnerRank, replace(spec, rank=rank, training=training)))
-    # The ranks meet where rank 0 turned out to be, at a port that is free there.
-    identify_engines(ranks, deadline_s=start_timeout_s)
-    meeting_point = _meeting_point(ranks[0], deadline_s=start_timeout_s)
-    for rank_engine in ranks:
-        rank_engine.start_arguments = (meeting_point,)
+    if any(actor.gpus for actor in actors):
+        identify_engines(ranks, deadline_s=start_timeout_s)
     return ranks
+
+
+def _let_meet(ranks: list[RemoteEngine], *, start_timeout_s: float) -> None:
+    """Tell the ranks of one learner where they meet; `start` is left to the caller."""
+    identify_engines([rank for rank in ranks if rank.pid is None], deadline_s=start_timeout_s)
+    # Where rank 0 turned out to be, at a port that is free there.
+    meeting_point = _meeting_point(ranks[0], deadline_s=start_timeout_s)
+    for rank in ranks:
+        rank.start_arguments = (meeting_point,)
 
 
 def _meeting_point(rank: RemoteEngine, *, deadline_s: float) -> tuple[str, int]:
