@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 WRONG_INPUT, FAILED = 2, 1
+MODEL_KIB = 384  # a little less than the tiny policy
 
 
 def error_of(process: Any, *, code: int) -> str:
@@ -224,7 +225,7 @@ def test_a_full_disk_while_saving_loses_nothing(bench: Any, small_disk: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("small_disk", [384], ids=["for an adapter and no model"], indirect=True)
+@pytest.mark.parametrize("small_disk", [MODEL_KIB], ids=["for an adapter and no model"], indirect=True)
 def test_a_full_disk_while_exporting_loses_nothing(bench: Any, small_disk: Path) -> None:
     """Checkpoints hold the adapter alone; the export is the merged model."""
     run = small_disk / "run"
@@ -241,5 +242,5 @@ def test_a_full_disk_while_exporting_loses_nothing(bench: Any, small_disk: Path)
     resumed = bench.resume(str(run))
     assert "step-000002" in resumed.stderr
     assert bench.metrics(str(run)) == metrics and len(metrics) == 2
-    assert (run / "export/model.safetensors").stat().st_size > 400_000
+    assert (run / "export/model.safetensors").stat().st_size > MODEL_KIB << 10
     assert (run / "summary.json").exists() and (run / "report.html").exists()
