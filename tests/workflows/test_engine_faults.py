@@ -128,7 +128,7 @@ def test_a_gloo_channel_is_opened_anew_for_those_that_are_there(bench: Any) -> N
 @pytest.mark.parametrize(
     ("methods", "max_staleness", "message"),
     [
-        (SHORTER_CONTEXT, 0, r"error: rollout engine [01], group 0-\d+: the prompt has \d+ tokens; expected 1 to 3, .*"),
+        (SHORTER_CONTEXT, 0, r"error: rollout engine [01], group 0-\d+: the prompt has \d+ tokens; expected 1 to 3.*"),
         (BROKEN_SAMPLER, 1, r"error: rollout engine 1 \(transformers\) failed \(generating\): the sampler is broken"),
     ],
     ids=["prompt too long", "raises between steps"],

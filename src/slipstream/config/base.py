@@ -5,10 +5,15 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+
+def _expanded(path: str | None) -> str | None:
+    return None if path is None else os.path.expanduser(path)
+
+
+PathText = Annotated[str, AfterValidator(_expanded)]
 """A path, or a name where a hub or a list of tasks knows it. `~` is the home folder, as a shell would have it."""
 
-OptionalPathText = Annotated[str | None, AfterValidator(lambda path: None if path is None else os.path.expanduser(path))]
+OptionalPathText = Annotated[str | None, AfterValidator(_expanded)]
 """The same, or null."""
 
 

@@ -25,7 +25,9 @@ StepAggregation = Literal["min", "last", "product", "mean"]
 class ModelConfig(Section):
     """Which language model, and how its weights are held."""
 
-    path: PathText = Field(description="Hugging Face hub name or local folder of a causal language model with tokenizer.")
+    path: PathText = Field(
+        description="Hugging Face hub name or local folder of a causal language model with tokenizer."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Type of the weights. auto: bfloat16 where the hardware has it natively, else float32."
     )
@@ -82,7 +84,9 @@ class RewardConfig(Section):
         default_factory=list,
         description="Addresses of one service that scores in place of a function, by turns where there are several.",
     )
-    model: OptionalPathText = Field(None, description="Folder or hub name of a reward model that scores; null for none.")
+    model: OptionalPathText = Field(
+        None, description="Folder or hub name of a reward model that scores; null for none."
+    )
     step_aggregation: StepAggregation | None = Field(
         None,
         description="How the steps' probabilities become a reward where model is a process reward model: the lowest, "
