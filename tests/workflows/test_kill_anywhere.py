@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 STEPS = 8
 GROUPS_PER_STEP = 4
 RUN_LIMIT_S = 600.0
-# Half of the kills come when the ledger has got so many lines since the one before, and strike a run at work; but after
-# so many seconds at the latest, where it does not get on. The others come so soon after the one before that they strike
-# what the run does about that: it cleans up, starts anew, has two losses at once.
+# This share of the kills comes when the ledger has got so many lines since the one before, and strikes a run at work,
+# however long that takes to start. The others come so soon after the one before that they strike what the run does
+# about that: it cleans up, starts anew, has two losses at once.
+SHARE_AT_WORK = 0.4
 MOST_LINES = 10
-LONGEST_PAUSE_S = 60.0
 SOON_S = 4.0
 # What to look for in the command line of a process; the names of Ray's own two come first in it.
 TITLES = {
@@ -65,7 +65,8 @@ class Killer:
     def _wait(self, process: Any, ledger: Path) -> bool:
         """True if the run has ended meanwhile."""
         lines = count_lines(ledger) + self.chance.randint(1, MOST_LINES)
-        pause_s = LONGEST_PAUSE_S if self.chance.random() < 0.5 else self.chance.uniform(0.0, SOON_S)
+        is_at_work = self.chance.random() < SHARE_AT_WORK
+        pause_s = RUN_LIMIT_S if is_at_work else self.chance.uniform(0.0, SOON_S)
         deadline = time.monotonic() + pause_s
         while process.popen.poll() is None and time.monotonic() < deadline and count_lines(ledger) < lines:
             time.sleep(0.05)
