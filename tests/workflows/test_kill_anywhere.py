@@ -105,8 +105,6 @@ def end_of(bench: Any, output: str, settings: dict[str, Any], killer: Killer) ->
         if code == 0:
             break
         assert killer.killed[-1] == "command" and code == -9, f"exit code {code} after {killer.killed}\n{told}"
-        if (bench.folder / output / "summary.json").exists():
-            return told
         if (bench.folder / output / "config.yaml").exists():
             process = bench.command("resume", output, "--json", restarts)
         else:
