@@ -23,7 +23,7 @@ RUN_LIMIT_S = 600.0
 # about that: it cleans up, starts anew, has two losses at once.
 SHARE_AT_WORK = 0.4
 MOST_LINES = 10
-SOON_S = 4.0
+SOON_S = 8.0
 # What to look for in the command line of a process; the names of Ray's own two come first in it.
 TITLES = {
     "command": "slipstream.cli",
