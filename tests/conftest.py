@@ -21,7 +21,7 @@ ADDITIONS = [(first, second) for first in range(10) for second in range(10)]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of `test_kill_anywhere.py` and `test_layouts.py`; here, where pytest looks for them."""
-    parser.addoption("--kills", type=int, default=6, help="kills of test_kill_anywhere (default: 6)")
+    parser.addoption("--kills", type=int, default=20, help="kills of test_kill_anywhere (default: 20)")
     parser.addoption("--kill-seed", type=int, default=0, help="which kills test_kill_anywhere makes, and when")
     parser.addoption("--every-layout", action="store_true", help="all cells of the table in test_layouts.py")
 

@@ -16,6 +16,7 @@ import pytest
 from slipstream import attempts
 from slipstream.attempts import FAULT, Attempts, attempt
 from slipstream.errors import ConfigError, EngineError, EngineLostError, RewardError, SlipstreamError, TrainingError
+from slipstream.observe.run_directory import RunDirectory
 
 COMMAND = ["rl", "recipe.yaml", "--steps", "3"]
 
@@ -89,12 +90,13 @@ def test_after_the_last_attempt_the_exit_code_is_what_it_would_have_been(
 def test_a_run_that_is_killed_after_its_end_has_ended_well(
     children: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.yaml").touch()
-    (tmp_path / "summary.json").write_text('{"steps": 3}')
+    with RunDirectory.create(tmp_path, "seed: 1", "rl") as directory:
+        directory.write_summary({"steps": 3})
     asked = children([KILL])
     assert run(tmp_path, as_json=True) == 0
     assert len(asked) == 1
     assert json.loads(capfd.readouterr().out) == {"steps": 3}
+    assert "report.html" in {path.name for path in tmp_path.iterdir()}, "what the kill had left to do is done"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -21,6 +21,7 @@ from types import FrameType
 
 from slipstream.observe.files import to_json
 from slipstream.observe.run_directory import RunDirectory
+from slipstream.workflows.resume import conclude
 
 FAULT = 75
 """How a child says that a fault ended it: EX_TEMPFAIL of sysexits.h, 'try again later'."""
@@ -58,8 +59,9 @@ class Attempts:
                     return _exit_code(code)
                 if self._has_finished():
                     # Killed in its very last moments.
+                    summary = conclude(RunDirectory.open(self._run_dir))
                     if self._as_json:
-                        print(to_json(RunDirectory.open(self._run_dir).summary), flush=True)
+                        print(to_json(summary), flush=True)
                     return 0
                 self._tell(code, restarts)
         return _exit_code(code)

@@ -467,3 +467,20 @@ def test_a_section_that_is_missing_is_named_even_where_none_of_its_keys_must_be_
     assert mistake(SFTConfig, [*base, "--dat.source=x"]) == (
         'dat: unknown key (value {"source": "x"}); did you mean data?'
     )
+
+
+def test_the_home_folder_may_be_written_as_a_tilde_wherever_a_path_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves the tilde of `--output_dir=~/run` as it is, and nobody ever expands that of a recipe."""
+    monkeypatch.setenv("HOME", "/home/me")
+    recipe = write(tmp_path, "data: {mix: {one: {source: ~/one.jsonl}, two: {source: reasoning_gym:x, rows: 1}}}")
+    given = ["--steps=1", "--output_dir=~/run", "--model.path=~/model", "--reward.model=~/scorer"]
+    config = load_config(RLConfig, recipe, [*given, "--algorithm=ppo", "--critic.path=~/critic"])
+    assert (config.output_dir, config.model.path) == ("/home/me/run", "/home/me/model")
+    assert (config.reward.model, config.critic.path) == ("/home/me/scorer", "/home/me/critic")
+    assert [part.source for part in config.data.parts.values()] == ["/home/me/one.jsonl", "reasoning_gym:x"]
+    assert load_config(RLConfig, write(tmp_path, dump_config(config)), []) == config
+    pipeline = load_config(PipelineConfig, None, [*PIPELINE, "--output_dir=~/all", "--sft.data.source=~/d.jsonl"])
+    assert pipeline_stages(pipeline)["rl"].model.path == "/home/me/all/sft/export"
+    assert pipeline_stages(pipeline)["sft"].data.source == "/home/me/d.jsonl"

@@ -203,7 +203,7 @@ def test_a_restored_stream_goes_on_as_if_it_had_not_stopped(make_world: Worlds, 
     assert [step(interrupted) for _ in range(2)] == expected[:2]
     before, state = asked(world), interrupted.state()
 
-    assert resumed.restore(state) is None
+    assert resumed.restore(state) == []
     resumed.synchronize()
     assert [step(resumed) for _ in range(3)] == expected[2:]
     after = asked(later_world)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 WRONG_INPUT, FAILED = 2, 1
+MODEL_KIB = 384  # a little less than the tiny policy
 
 
 def error_of(process: Any, *, code: int) -> str:
@@ -122,6 +123,19 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(bench: Any) -> None:
     assert "not a run directory" in error_of(bench.command("resume", "."), code=WRONG_INPUT)
 
 
+def test_a_run_that_came_to_its_end_is_complete_and_gets_the_report_it_was_killed_before(bench: Any) -> None:
+    run = started_before(bench, "run")
+    (run / "summary.json").write_text('{"steps": 6}')
+    process = bench.command("resume", "run", "--json")
+    assert process.finish() == 0, process.stderr
+    assert json.loads(process.stdout) == {"steps": 6}
+    assert f"the run in {run} is complete" in process.stderr and len(process.stderr.splitlines()) == 1
+    assert "Reinforcement learning" in (run / "report.html").read_text()
+    before = content(run)
+    assert bench.command("resume", "run").finish() == 0
+    assert content(run) == before, "nothing is left to do the second time"
+
+
 # ---------------------------------------------------------------- rewards
 
 
@@ -179,11 +193,12 @@ def test_a_reward_that_always_fails_ends_the_run_and_is_quoted(bench: Any) -> No
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that has room for two checkpoints and not for a third."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of so many KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
+    size = f"size={request.param}k"
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(disk)], capture_output=True)
     if mount.returncode:
         pytest.skip(f"no permission to mount a small file system: {mount.stderr.decode().strip()}")
     yield disk
@@ -192,6 +207,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("small_disk", [4096], ids=["for two checkpoints and no third"], indirect=True)
 def test_a_full_disk_while_saving_loses_nothing(bench: Any, small_disk: Path) -> None:
     run = str(small_disk / "run")
     process = bench.start("rl", run, bench.rl_settings(steps=5, checkpoint__every_steps=1, checkpoint__keep=4))
@@ -205,3 +221,26 @@ def test_a_full_disk_while_saving_loses_nothing(bench: Any, small_disk: Path) ->
     resumed = bench.resume(run)
     assert f"step-{len(kept):06d}" in resumed.stderr
     assert [line["step"] for line in bench.metrics(run)] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("small_disk", [MODEL_KIB], ids=["for an adapter and no model"], indirect=True)
+def test_a_full_disk_while_exporting_loses_nothing(bench: Any, small_disk: Path) -> None:
+    """Checkpoints hold the adapter alone; the export is the merged model."""
+    run = small_disk / "run"
+    settings = bench.sft_settings(steps=2, checkpoint__every_steps=1) | {"model.lora": {"rank": 1}}
+    process = bench.start("sft", str(run), settings)
+    message = error_of(process, code=FAILED)
+    assert "No space left on device" in message and str(run) in message and "resume" in message
+    assert process.survivors(limit_s=10) == []
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+    assert not any("export" in path.name for path in run.iterdir()), "half a model is none"
+    metrics = bench.metrics(str(run))
+
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    resumed = bench.resume(str(run))
+    assert "step-000002" in resumed.stderr
+    assert bench.metrics(str(run)) == metrics and len(metrics) == 2
+    assert (run / "export/model.safetensors").stat().st_size > MODEL_KIB << 10
+    assert (run / "summary.json").exists() and (run / "report.html").exists()

@@ -1,4 +1,7 @@
-"""Engines that die or hang under a run: it names them, starts them anew, and goes on to the same end."""
+"""Engines that die or hang under a run: it names them, starts them anew, and goes on to the same end.
+
+One that raises would raise again: that ends the run at once.
+"""
 
 import re
 from typing import Any
@@ -10,6 +13,38 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 6
 GROUPS_PER_STEP = 4
+
+COMMAND_WITH_ANOTHER_ENGINE = """
+import sys
+from dataclasses import replace
+from slipstream.cli import main
+from slipstream.cluster.session import ClusterSession
+from slipstream.rollout.transformers_engine import TransformersEngine
+
+class Engine(TransformersEngine):
+{methods}
+
+start_engine = ClusterSession.start_engine
+
+def start(session, name, engine_class, *arguments, **options):
+    chosen = Engine if engine_class is TransformersEngine else engine_class
+    return start_engine(session, name, chosen, *arguments, **options)
+
+ClusterSession.start_engine = start
+sys.exit(main({arguments}))
+"""
+SHORTER_CONTEXT = """
+    async def generate(self, requests, sampling):
+        self._spec = replace(self._spec, max_sequence_tokens=4)
+        async for response in super().generate(requests, sampling):
+            yield response
+"""
+BROKEN_SAMPLER = """
+    def _generate_batch(self, *arguments):
+        if self._version and self._spec.engine_index:
+            raise RuntimeError("the sampler is broken")
+        super()._generate_batch(*arguments)
+"""
 
 
 def restarts(bench: Any, output: str) -> float:
@@ -88,3 +123,36 @@ def test_a_gloo_channel_is_opened_anew_for_those_that_are_there(bench: Any) -> N
     assert_ended_well(process)
     assert restarts(bench, "run") == 1
     bench.assert_each_trained_once("run", steps=STEPS, groups_per_step=GROUPS_PER_STEP)
+
+
+@pytest.mark.parametrize(
+    ("methods", "max_staleness", "message"),
+    [
+        (SHORTER_CONTEXT, 0, r"error: rollout engine [01], group 0-\d+: the prompt has \d+ tokens; expected 1 to 3.*"),
+        (BROKEN_SAMPLER, 1, r"error: rollout engine 1 \(transformers\) failed \(generating\): the sampler is broken"),
+    ],
+    ids=["prompt too long", "raises between steps"],
+)
+def test_an_engine_that_raises_ends_the_run_at_once_and_says_for_what(
+    bench: Any, methods: str, max_staleness: int, message: str
+) -> None:
+    settings = bench.rl_settings(
+        steps=500,
+        rollout__engines=2,
+        rollout__max_staleness=max_staleness,
+        weights__verify=False,  # its probe would be too long as well
+        output_dir="run",
+    )
+    arguments = ["rl", *(f"--{key}={value}" for key, value in settings.items())]
+    process = bench.script(COMMAND_WITH_ANOTHER_ENGINE.format(methods=methods, arguments=arguments))
+    if max_staleness:
+        bench.wait_for_step(process, "run", 1)
+    else:
+        ledger = bench.folder / "run/ledger.jsonl"
+        bench.wait_until(process, lambda: ledger.exists() and ledger.stat().st_size > 0, "prompt")
+    process.look()
+    assert process.finish(limit_s=30) == 1
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and re.fullmatch(message, errors[0]), process.stderr
+    assert "Traceback" not in process.stderr
+    assert process.survivors(limit_s=10) == []

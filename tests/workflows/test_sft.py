@@ -1,6 +1,7 @@
 """Supervised fine-tuning: repeatable, resumable, the same on two ranks, and honest about held-out rows."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,56 @@ def test_a_finished_run_names_its_export(runs: Any) -> None:
     assert summary["workflow"] == "sft" and summary["steps"] == 6
     assert (Path(summary["export"]) / "model.safetensors").exists()
     assert (Path(summary["export"]) / "tokenizer.json").exists()
+
+
+@pytest.fixture(scope="module")
+def uneven_run(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two ranks with three rows a step, one held-out row, and a learning rate that rises until the last step."""
+    bench = make_workbench(tmp_path_factory.mktemp("uneven"))
+    rows = shutil.copy(bench.rows, bench.folder / "rows.jsonl")
+    held_out = {
+        "evaluation_data.source": str(bench.rows),
+        "evaluation_data.rows": 1,
+        "evaluation_data.response_key": "response",
+        "evaluate_every_steps": 2,
+    }
+    settings = bench.sft_settings(batch_size=3, data__source=Path(rows).name, training__data_parallel=2)
+    schedule = {"training.schedule": "cosine", "training.warmup_steps": 4}
+    bench.run("sft", "run", settings | held_out | schedule)
+    return bench
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rows_that_do_not_divide_among_the_ranks_are_trained_on_and_measured(uneven_run: Any) -> None:
+    metrics = uneven_run.measured("run")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    assert all(line["tokens"] > 0 and np.isfinite(line["loss"]) for line in metrics)
+    assert [line["step"] for line in metrics if "evaluation/loss" in line] == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_warm_up_may_take_all_steps(uneven_run: Any) -> None:
+    rates = [line["learning_rate"] for line in uneven_run.measured("run")]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_is_resumed_with_other_rows_begins_anew_in_them_and_says_so(uneven_run: Any) -> None:
+    """As if it had been killed after its third step, and the file replaced by a shorter one since."""
+    run, rows = uneven_run.folder / "run", uneven_run.folder / "rows.jsonl"
+    before = uneven_run.metrics("run")
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints/step-000004")
+    other = [{"prompt": f"Which is {number}?", "label": "", "response": str(number)} for number in range(5)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in other))
+    resumed = uneven_run.resume("run")
+    assert "WARNING run: data.source: 'rows.jsonl' is not the dataset that the checkpoint was made" in resumed.stderr
+    after = uneven_run.metrics("run")
+    assert after[:2] == before[:2] and len(after) == 4
+    assert after[2]["loss"] != before[2]["loss"]
 
 
 def test_held_out_rows_are_not_trained_on(tiny_policy: Path, tmp_path: Path, write_rows: Callable[..., Path]) -> None:

@@ -92,6 +92,9 @@ class ClusterSession:
     def _start(self) -> None:
         # Ray lowers the priority of workers by default: imports then take minutes beside a busy controller.
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name Ray reads
+        # Ray would start an idle process for each core, and none of them would be used: engines have environments of
+        # their own.
+        os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         os.environ[RUN_ID_VARIABLE] = self.run_id

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.config.base import Section
+from slipstream.config.base import OptionalPathText, Section
 from slipstream.config.presets import PresetName, did_you_mean, with_preset
 
 
@@ -58,7 +58,7 @@ class AlgorithmConfig(Section):
         description="group (GRPO), leave_one_out (RLOO), greedy_baseline (ReMax), returns (REINFORCE), gae (PPO, with "
         "a critic), teacher (on-policy distillation), or your own as 'module:function'.",
     )
-    teacher: str | None = Field(
+    teacher: OptionalPathText = Field(
         None,
         description="Hub name or local folder of the model that grades each token (advantage: teacher, or your own); "
         "its tokenizer must have the same tokens.",
@@ -175,7 +175,7 @@ class AlgorithmConfig(Section):
 class CriticConfig(Section):
     """The critic, which exists where algorithm.advantage is gae. What is not here is as in training."""
 
-    path: str | None = Field(
+    path: OptionalPathText = Field(
         None, description="Model to start from, such as a trained reward model; null: the policy's, with a new head."
     )
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of the critic's AdamW.")

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.config.base import Section
+from slipstream.config.base import PathText, Section
 
 AUTO = "auto"
 """A column that is recognized by its name."""
@@ -22,7 +22,7 @@ SOURCES = "Hub dataset name, local file or folder (jsonl, json, csv, parquet), o
 class SourceSection(Section):
     """One source of rows."""
 
-    source: str = Field("", description=f"{SOURCES} Required, unless there is a mix.")
+    source: PathText = Field("", description=f"{SOURCES} Required, unless there is a mix.")
     split: str = Field("train", description="Split of a hub dataset or folder.")
     subset: str | None = Field(None, description="Configuration name of a hub dataset, such as 'main' of gsm8k.")
     prompt_key: str | None = Field(

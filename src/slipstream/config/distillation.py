@@ -4,13 +4,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from slipstream.config.base import Section
+from slipstream.config.base import PathText, Section
 
 
 class TeacherConfig(Section):
     """A second model with the same tokens, which the student is drawn to at every token of the responses."""
 
-    path: str = Field(description="Hub name or local folder of the teacher; its tokenizer must have the same tokens.")
+    path: PathText = Field(
+        description="Hub name or local folder of the teacher; its tokenizer must have the same tokens."
+    )
     divergence: Literal["forward", "reverse"] = Field(
         "forward", description="forward: KL(teacher || student), covers the teacher; reverse: KL(student || teacher)."
     )

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from slipstream.config.base import Section
+from slipstream.config.base import PathText, Section
 from slipstream.config.data import DataConfig
 from slipstream.config.schema import (
     ClusterConfig,
@@ -23,7 +23,7 @@ class GenerateConfig(Section):
     minimum_reward: float | None = Field(
         None, description="Only an answer with at least this reward may be the best of its prompt; null for any."
     )
-    output_dir: str = Field(min_length=1, description="Run directory.")
+    output_dir: PathText = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.config.base import Section
+from slipstream.config.base import PathText, Section
 from slipstream.config.generate import GenerateConfig
 from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
@@ -45,7 +45,7 @@ class PipelineConfig(Section):
     """
 
     seed: int = Field(0, ge=0, description="Seed of all stages.")
-    output_dir: str = Field(
+    output_dir: PathText = Field(
         min_length=1, description="Directory of the pipeline; each stage is a run directory inside it."
     )
     policy: ScratchPolicyConfig = ScratchPolicyConfig()

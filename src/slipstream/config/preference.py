@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.config.base import Section
+from slipstream.config.base import PathText, Section
 from slipstream.config.data import DataConfig
 from slipstream.config.schema import (
     CheckpointConfig,
@@ -54,7 +54,7 @@ class PreferenceConfig(Section):
         description="Log-probs of the reference: in each step, from a second model in memory, or all of them once "
         "before the first step, from the policy as it is then (dpo, ipo, kto).",
     )
-    output_dir: str = Field(min_length=1, description="Run directory.")
+    output_dir: PathText = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     data: DataConfig
     evaluation_data: DataConfig | None = Field(None, description="Held-out rows whose loss and accuracy are reported.")

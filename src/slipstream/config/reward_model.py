@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.config.base import Section
+from slipstream.config.base import PathText, Section
 from slipstream.config.data import DataConfig
 from slipstream.config.preference import PreferenceConfig
 from slipstream.config.schema import (
@@ -54,7 +54,7 @@ class RewardModelConfig(Section):
     step_separator: str = Field(
         "\n\n", min_length=1, description="Text between the steps of an answer, where scores are read (steps)."
     )
-    output_dir: str = Field(min_length=1, description="Run directory.")
+    output_dir: PathText = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     data: DataConfig
     evaluation_data: DataConfig | None = Field(None, description="Held-out rows whose accuracy is reported.")

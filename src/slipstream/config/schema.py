@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from slipstream.config.algorithm import AlgorithmConfig, CriticConfig
-from slipstream.config.base import Section
+from slipstream.config.base import OptionalPathText, PathText, Section
 from slipstream.config.data import DataConfig
 from slipstream.config.distillation import TeacherConfig
 from slipstream.config.evaluation import FIRST_SET, best_metrics, require_best_metric, require_set_names
@@ -25,7 +25,9 @@ StepAggregation = Literal["min", "last", "product", "mean"]
 class ModelConfig(Section):
     """Which language model, and how its weights are held."""
 
-    path: str = Field(description="Hugging Face hub name or local folder of a causal language model with tokenizer.")
+    path: PathText = Field(
+        description="Hugging Face hub name or local folder of a causal language model with tokenizer."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Type of the weights. auto: bfloat16 where the hardware has it natively, else float32."
     )
@@ -82,7 +84,9 @@ class RewardConfig(Section):
         default_factory=list,
         description="Addresses of one service that scores in place of a function, by turns where there are several.",
     )
-    model: str | None = Field(None, description="Folder or hub name of a reward model that scores; null for none.")
+    model: OptionalPathText = Field(
+        None, description="Folder or hub name of a reward model that scores; null for none."
+    )
     step_aggregation: StepAggregation | None = Field(
         None,
         description="How the steps' probabilities become a reward where model is a process reward model: the lowest, "
@@ -292,7 +296,7 @@ class RLConfig(Section):
     steps: int = Field(ge=1, description="Rollout batches to generate and train on.")
     optimizer_steps_per_batch: int = Field(1, ge=1, description="Optimizer steps each rollout batch is divided into.")
     epochs_per_batch: int = Field(1, ge=1, description="Passes over each rollout batch.")
-    output_dir: str = Field(min_length=1, description="Run directory.")
+    output_dir: PathText = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()
@@ -385,7 +389,7 @@ class SFTConfig(Section):
     loss_turns: Literal["all", "last"] = Field(
         "all", description="Which of the assistant's turns in a conversation are learned; the others are context."
     )
-    output_dir: str = Field(min_length=1, description="Run directory.")
+    output_dir: PathText = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     data: DataConfig
     evaluation_data: DataConfig | None = Field(None, description="Held-out rows whose loss is reported.")
@@ -414,7 +418,7 @@ class EvaluateConfig(Section):
     """`slipstream evaluate`: accuracy of a model on held-out prompts, sampled and greedy."""
 
     seed: int = Field(0, ge=0, description="Seed of sampling.")
-    output_dir: str = Field(min_length=1, description="Run directory.")
+    output_dir: PathText = Field(min_length=1, description="Run directory.")
     model: ModelConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()

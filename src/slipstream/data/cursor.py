@@ -83,22 +83,19 @@ class RowCursor(Generic[Item]):
             "position": self._position,
         }
 
-    def restore(self, state: dict[str, Any]) -> str | None:
+    def restore(self, state: dict[str, Any]) -> bool:
         """Go on where `state` was taken. The cursor must have been made with the same seed and shuffle.
 
-        A place in other data has no meaning here: the cursor then starts at the beginning, and the text of a warning
-        is returned. It counts that as a new epoch, so that draw ids stay unique within the run.
+        A place in other data has no meaning here: the cursor then starts at the beginning, and False is returned. It
+        counts that as a new epoch, so that draw ids stay unique within the run.
         """
         if state["fingerprint"] != self._fingerprint:
             self._first_epoch = state["epoch"] + 1
             self._move_to(self._first_epoch, 0)
-            return (
-                "the dataset is not the one the checkpoint was made with, or is rendered differently: starting from "
-                "its beginning"
-            )
+            return False
         self._first_epoch = state["first_epoch"]
         self._move_to(state["epoch"], state["position"])
-        return None
+        return True
 
     def _move_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position

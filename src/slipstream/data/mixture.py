@@ -83,18 +83,17 @@ class MixtureCursor(Generic[Item]):
             for name, drawn, cursor in zip(self._names, self._drawn, self._cursors, strict=True)
         }
 
-    def restore(self, state: dict[str, Any]) -> str | None:
+    def restore(self, state: dict[str, Any]) -> list[str]:
         """Go on where `state` was taken. Must have been made with the same seed, shuffle and names.
 
-        Returns the text of a warning where a source has other rows than it had; that source begins anew.
+        Returns the names of the sources that have other rows than they had; those begin anew.
         """
-        warnings = []
+        changed = []
         for place, (name, cursor) in enumerate(zip(self._names, self._cursors, strict=True)):
-            warning = cursor.restore(state[name])
+            if not cursor.restore(state[name]):
+                changed.append(name)
             self._drawn[place] = state[name]["drawn"]
-            if warning:
-                warnings.append(f"{name}: {warning}" if name else warning)
-        return "; ".join(warnings) or None
+        return changed
 
 
 class PromptCursor:
@@ -116,6 +115,6 @@ class PromptCursor:
         """See `MixtureCursor.state`."""
         return self._cursor.state()
 
-    def restore(self, state: dict[str, Any]) -> str | None:
+    def restore(self, state: dict[str, Any]) -> list[str]:
         """See `MixtureCursor.restore`."""
         return self._cursor.restore(state)

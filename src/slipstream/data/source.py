@@ -38,7 +38,7 @@ def load_rows(config: DataConfig) -> list[Row]:
     Raises DataError if the source cannot be read or is empty.
     """
     source = config.source
-    path = Path(source).expanduser()
+    path = Path(source)
     if source.startswith(REASONING_GYM_PREFIX):
         rows = _reasoning_gym_rows(config)
     elif path.is_file():

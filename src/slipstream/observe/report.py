@@ -135,7 +135,7 @@ def write_report(run_dir: Path) -> Path:
         config_text=run.config_text,
         starts=environment["starts"],
     )
-    path = run.path / "report.html"
+    path = run.report_path
     write_text_atomically(path, page)
     return path
 

@@ -106,13 +106,12 @@ class RunDirectory:
     @property
     def summary(self) -> dict[str, Any] | None:
         """The result of a finished run, or None."""
-        path = self.path / "summary.json"
-        return _read_json(path) if path.exists() else None
+        return _read_json(self.summary_path) if self.finished else None
 
     @property
     def finished(self) -> bool:
         """Whether the run came to its end."""
-        return (self.path / "summary.json").exists()
+        return self.summary_path.exists()
 
     @property
     def has_begun(self) -> bool:
@@ -130,6 +129,16 @@ class RunDirectory:
     def in_use(self) -> bool:
         """Whether a process holds the lock: the run is going on."""
         return is_locked(self.path)
+
+    @property
+    def summary_path(self) -> Path:
+        """The result of the run."""
+        return self.path / "summary.json"
+
+    @property
+    def report_path(self) -> Path:
+        """For `write_report`."""
+        return self.path / "report.html"
 
     @property
     def metrics_path(self) -> Path:
@@ -188,9 +197,8 @@ class RunDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """Declare the run finished with this result. Raises TrainingError if the disk is full."""
-        path = self.path / "summary.json"
-        write_json_atomically(path, dict(summary))
-        return path
+        write_json_atomically(self.summary_path, dict(summary))
+        return self.summary_path
 
     def close(self) -> None:
         """Release the lock; closing twice is harmless."""

@@ -172,8 +172,8 @@ class RolloutStream:
                 "next_engine": self.stream.next_engine,
             }
 
-    def restore(self, state: dict[str, Any]) -> str | None:
-        """Go on from `state`; returns a warning if the data is not what it was.
+    def restore(self, state: dict[str, Any]) -> list[str]:
+        """Go on from `state`; returns the names of the sources whose rows are not what they were.
 
         Groups that were open are issued again by the first `take`, under the same ids and all of them, also those that
         had been scored: keeping these would favour short answers. Those whose prompt is no longer there are filtered.
@@ -182,7 +182,7 @@ class RolloutStream:
             self.version = state["version"]
             self.admission.issued, self.admission.dropped = state["issued"], state["dropped"]
             self.stream.next_engine = state["next_engine"]
-            warning = self.cursor.restore(state["cursor"])
+            changed = self.cursor.restore(state["cursor"])
             for group_id in state["open"]:
                 occurrence = self.cursor.find(group_id)
                 self._open[group_id] = None
@@ -191,7 +191,7 @@ class RolloutStream:
                     self._drop(group_id)
                 else:
                     self._interrupted.append(occurrence)
-        return warning
+        return changed
 
     def check_ledger(self) -> None:
         """Raise LedgerError unless every prompt issued is trained, filtered, failed or still here."""

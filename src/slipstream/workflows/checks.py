@@ -334,7 +334,7 @@ def count_rows(config: DataConfig) -> int | None:
 def _count_rows_of(config: DataConfig) -> int | None:
     if config.source.startswith(REASONING_GYM_PREFIX):
         return config.rows
-    path = Path(config.source).expanduser()
+    path = Path(config.source)
     if not path.exists() or _size_of_data(path) > WHOLE_FILE_BYTES:
         return None
     return len(load_rows(config))
@@ -433,7 +433,7 @@ def _size_of_data(path: Path) -> int:
 
 def _rows_to_check(config: DataConfig) -> list[Row]:
     """The rows of one source, or a sample of them; none where only loading tells."""
-    path = Path(config.source).expanduser()
+    path = Path(config.source)
     if config.source.startswith(REASONING_GYM_PREFIX):
         _check_task(config)
         return [dict.fromkeys(REASONING_GYM_COLUMNS)]

@@ -62,7 +62,7 @@ def run_pipeline(config: PipelineConfig) -> dict[str, Any]:
 
 
 def resume_pipeline(run_dir: Path) -> dict[str, Any]:
-    """Go on with an interrupted pipeline. Raises RunDirectoryError if it is finished."""
+    """Go on with an interrupted pipeline. Raises RunDirectoryError if another process works on it."""
     with RunDirectory.resume(run_dir) as directory:
         settings = parse_config(directory.config_text)
         # The directory may have been moved since.
@@ -138,5 +138,4 @@ def _finish_stage(config: Any) -> dict[str, Any]:
     path = Path(config.output_dir)
     if not (path / "config.yaml").exists():
         return TRAINERS[type(config)](config)
-    summary = RunDirectory.open(path).summary
-    return summary if summary is not None else resume(path)
+    return resume(path)

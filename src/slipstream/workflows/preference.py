@@ -101,7 +101,7 @@ class PreferenceRun(TrainingRun):
     def _state(self) -> dict[str, Any]:
         return {"cursor": self.cursor.state()}
 
-    def _restore_state(self, state: dict[str, Any]) -> str | None:
+    def _restore_state(self, state: dict[str, Any]) -> list[str]:
         return self.cursor.restore(state["cursor"])
 
     def train_step(self) -> None:

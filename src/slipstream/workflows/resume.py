@@ -16,6 +16,7 @@ from slipstream.config.schema import RLConfig, SFTConfig
 from slipstream.errors import RunDirectoryError
 from slipstream.observe.checkpoints import CheckpointStore
 from slipstream.observe.logs import get_logger
+from slipstream.observe.report import write_report
 from slipstream.observe.run_directory import RunDirectory, parse_config
 
 logger = get_logger("resume")
@@ -25,12 +26,26 @@ def resume(run_dir: str | Path, *, reward: Callable[..., Any] | None = None) -> 
     """Go on with the run in `run_dir`, with the configuration it was started with; returns its summary.
 
     A damaged checkpoint is passed over with a warning for the one before it. Without any checkpoint the run starts
-    from the beginning. `reward` is needed if the run was started with a function object.
-    Raises RunDirectoryError if there is no run, it is finished, or another process works on it.
+    from the beginning. Of a run that came to its end there is nothing left to do but perhaps its report. `reward` is
+    needed if the run was started with a function object.
+    Raises RunDirectoryError if there is no run, or another process works on it.
     """
     run = RunDirectory.open(run_dir)
+    if run.finished and not run.in_use:
+        logger.info(f"the run in {run.path} is complete (it has {run.summary_path.name}): nothing to resume")
+        return conclude(run)
     with _folder_it_was_started_in(run):
         return _resume(run.path, run.workflow, reward=reward)
+
+
+def conclude(run: RunDirectory) -> dict[str, Any]:
+    """The summary of a run that has one; writes the report where a kill came between the two."""
+    report = run.report_path
+    if not report.exists() or report.stat().st_mtime_ns < run.summary_path.stat().st_mtime_ns:
+        write_report(run.path)
+    summary = run.summary
+    assert summary is not None
+    return summary
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class RewardModelRun(TrainingRun):
     def _state(self) -> dict[str, Any]:
         return {"cursor": self.cursor.state()}
 
-    def _restore_state(self, state: dict[str, Any]) -> str | None:
+    def _restore_state(self, state: dict[str, Any]) -> list[str]:
         return self.cursor.restore(state["cursor"])
 
     def train_step(self) -> None:

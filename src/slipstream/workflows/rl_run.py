@@ -129,7 +129,7 @@ class RLRun(TrainingRun):
     def _state(self) -> dict[str, Any]:
         return {"rollouts": self.rollouts.state(), "algorithm": self.algorithm.state()}
 
-    def _restore_state(self, state: dict[str, Any]) -> str | None:
+    def _restore_state(self, state: dict[str, Any]) -> list[str]:
         self.algorithm.restore(state["algorithm"])
         return self.rollouts.restore(state["rollouts"])
 

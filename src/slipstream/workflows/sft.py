@@ -80,7 +80,7 @@ class SFTRun(TrainingRun):
     def _state(self) -> dict[str, Any]:
         return {"cursor": self.cursor.state(), "is_good_enough": self._is_good_enough}
 
-    def _restore_state(self, state: dict[str, Any]) -> str | None:
+    def _restore_state(self, state: dict[str, Any]) -> list[str]:
         self._is_good_enough = state["is_good_enough"]
         return self.cursor.restore(state["cursor"])
 

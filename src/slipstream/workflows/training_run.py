@@ -15,6 +15,7 @@ from slipstream.cluster.session import ClusterSession, terminate_as_interrupt
 from slipstream.config.reward_model import SupervisedConfig
 from slipstream.config.schema import RLConfig
 from slipstream.errors import TrainingError
+from slipstream.observe.files import replace_folder
 from slipstream.observe.logs import get_logger
 from slipstream.observe.run_directory import RunDirectory
 from slipstream.training.group import LearnerGroup
@@ -63,8 +64,8 @@ class TrainingRun:
     def _state(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _restore_state(self, state: dict[str, Any]) -> str | None:
-        """Returns a warning, if there is something to warn of."""
+    def _restore_state(self, state: dict[str, Any]) -> list[str]:
+        """Returns the names of the sources of training data whose rows are not what they were."""
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -77,9 +78,12 @@ class TrainingRun:
         self.step, self._elapsed_before_s = state["step"], state["elapsed_s"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
         self.records.restore(step=self.step, ledger_state=state["ledger"])
-        warning = self._restore_state(state)
-        if warning:
-            logger.warning(warning)
+        for name in self._restore_state(state):
+            key = f"data.mix.{name}.source" if name else "data.source"
+            logger.warning(
+                f"{key}: {self.config.data.parts[name].source!r} is not the dataset that the checkpoint was made with, "
+                "or is rendered differently: starting from its beginning"
+            )
         for name, group in self._learners().items():
             group.load(checkpoint / name)
         logger.info("resumed", step=self.step, checkpoint=str(checkpoint))
@@ -136,7 +140,7 @@ class TrainingRun:
     def _finish(self, workflow: str, results: dict[str, Any]) -> dict[str, Any]:
         """Export the model, write summary and report; returns the summary."""
         with self.records.console.phase("exporting the model"):
-            self._export(self.directory.export_folder)
+            replace_folder(self.directory.export_folder, self._export)
         summary = {
             "workflow": workflow,
             **results,
