@@ -29,6 +29,8 @@ RAY_BASE_BYTES = 300 * MEBIBYTE
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2}
 FLOAT32_BYTES = 4
 ADAM_MOMENTS = 2
+WEIGHTS_IN_HOST_MEMORY = "weights in host memory"
+OPTIMIZER_IN_HOST_MEMORY = "optimizer in host memory"
 # Matrices of [logits_chunk_tokens, vocabulary] in float32 that exist at once: logits, log-softmax, their gradient.
 LOGITS_COPIES = 3
 
@@ -104,21 +106,28 @@ def adapter_parameters(model: ModelFacts, rank: int) -> int:
 def learner_state_bytes(
     model: ModelFacts, training: TrainingConfig, *, dtype: str, learned: int | None = None
 ) -> dict[str, int]:
-    """Weights, gradients and AdamW states of one rank under ZeRO (arXiv 1910.02054, section 5).
+    """Weights, gradients and optimizer states of one rank under ZeRO (arXiv 1910.02054, section 5).
 
     A stage partitions over the ranks: 1 the optimizer states, 2 the gradients too, 3 the weights too. From stage 1 on
     DeepSpeed keeps a float32 master copy of the weights, even of float32 weights; at stage 0 only of bfloat16 ones.
-    `learned` parameters have gradients and states; None for all.
+    `learned` parameters have gradients and states; None for all. What is offloaded has a part of its own name; with the
+    optimizer's states it holds the gradients in float32 that they are updated with.
     """
     learned = model.parameters if learned is None else learned
     width = BYTES_OF_DTYPE[dtype]
     ranks = training.ranks
     master = learned * FLOAT32_BYTES if training.zero_stage >= 1 or dtype != "float32" else 0
-    optimizer = learned * FLOAT32_BYTES * ADAM_MOMENTS + master
+    # Muon has one moment for the matrices of the blocks, which are nearly all.
+    moments = 1 if training.optimizer == "muon" else ADAM_MOMENTS
+    optimizer = learned * FLOAT32_BYTES * moments + master
+    if training.offload_optimizer:
+        optimizer += learned * FLOAT32_BYTES
+    weights_name = WEIGHTS_IN_HOST_MEMORY if training.offload_parameters else "weights"
+    optimizer_name = OPTIMIZER_IN_HOST_MEMORY if training.offload_optimizer else "optimizer"
     return {
-        "weights": model.parameters * width // (ranks if training.zero_stage == 3 else 1),
+        weights_name: model.parameters * width // (ranks if training.zero_stage == 3 else 1),
         "gradients": learned * width // (ranks if training.zero_stage >= 2 else 1),
-        "optimizer": optimizer // (ranks if training.zero_stage >= 1 else 1),
+        optimizer_name: optimizer // (ranks if training.zero_stage >= 1 else 1),
     }
 
 
@@ -168,7 +177,7 @@ def _learner_parts(
         parts["reference"] = model.parameters * BYTES_OF_DTYPE[dtype]
     if isinstance(config, RLConfig):
         if config.algorithm.kl_coefficient > 0 and not has_adapter:
-            parts["reference"] = parts["weights"]
+            parts["reference"] = model.parameters * BYTES_OF_DTYPE[dtype]
         if is_first:
             # One bucket at a time is on its way to the rollout engines.
             parts["weights in transit"] = min(config.weights.bucket_bytes, model.parameters * BYTES_OF_DTYPE[dtype])
