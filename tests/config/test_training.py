@@ -36,6 +36,7 @@ def test_options_of_scale_that_go_together_are_accepted() -> None:
             ["--training.optimizer=muon", "--training.zero_stage=0", "--model.lora.rank=4"],
             r"training\.optimizer muon has no place beside model\.lora",
         ),
+        (["--training.ema_decay=1.0"], r"training\.ema_decay: found 1\.0, expected .* below 1"),
         (["--training.optimizer=lion"], "training.optimizer: found 'lion', expected one of"),
         (["--model.dtype=float16"], "model.dtype: found 'float16', expected one of"),
     ],

@@ -168,6 +168,13 @@ class TrainingConfig(Section):
         0, ge=0, description="Optimizer steps over which the learning rate rises; step k of W has (k + 1) / W of it."
     )
     final_learning_rate_share: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, of the peak.")
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Export an exponential moving average of the weights with this decay per optimizer step; null for "
+        "the weights themselves.",
+    )
     tokens_per_micro_batch: int = Field(
         4096, ge=1, description="Packed tokens per forward and backward pass, of all ranks that share them together."
     )

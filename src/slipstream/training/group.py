@@ -95,9 +95,9 @@ class LearnerGroup:
         """Read what `save` wrote."""
         self._on_all("load", str(folder))
 
-    def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
-        self._on_all("export", str(folder))
+    def export(self, folder: Path, *, live: bool = False) -> None:
+        """Write the model as a Hugging Face folder: the average of its weights where one is kept and not `live`."""
+        self._on_all("export", str(folder), live)
 
     def _on_shares(self, method: str, examples: Sequence[TrainingExample], *arguments: Any) -> list[Any]:
         shares = self._plan(examples)

@@ -47,6 +47,7 @@ from slipstream.models.lora import (
 from slipstream.models.router import router_loss_coefficient
 from slipstream.models.stored_weights import StoredWeight, model_tensors, stored_weights
 from slipstream.models.verification import require_divisible_rows
+from slipstream.training.average import WeightAverage
 from slipstream.training.batch import MicroBatch, ModelInput, RowShare, make_micro_batch
 from slipstream.training.checkpoint import export_model, load_checkpoint, save_checkpoint, storage_errors
 from slipstream.training.deepspeed_config import deepspeed_config
@@ -160,6 +161,10 @@ class LearnerRank:
         self._engine, *_ = self._deepspeed.initialize(
             model=module, optimizer=make_optimizer(module, spec.training), config=config
         )
+        self._average: WeightAverage | None = None
+        if spec.training.ema_decay is not None:
+            partitioning = self._deepspeed if spec.training.zero_stage == 3 else None
+            self._average = WeightAverage(model, spec.training.ema_decay, deepspeed=partitioning)
         self._reference: ReferenceModel | None = None
         # With an adapter, the reference is the same model without it.
         if spec.load_reference and spec.lora is None:
@@ -233,6 +238,8 @@ class LearnerRank:
         gradient_norm = take_step(self._engine, self._spec.training.zero_stage)
         self._optimizer_step += 1
         skipped = not math.isfinite(gradient_norm)
+        if self._average is not None and not skipped:
+            self._average.update()
         metrics: dict[str, Any] = totals.metrics() | {
             "gradient_norm": math.nan if skipped else gradient_norm,
             "learning_rate": learning_rate,
@@ -456,6 +463,8 @@ class LearnerRank:
         """Write everything that training needs to go on bit for bit. Raises TrainingError if the disk is full."""
         has_adapter = self._spec.lora is not None
         save_checkpoint(self._engine, Path(folder), description=self._describe(), has_adapter=has_adapter)
+        if self._average is not None:
+            self._average.save(Path(folder))
         if self._reference is not None:
             self._reference.save(Path(folder))
 
@@ -464,16 +473,24 @@ class LearnerRank:
         has_adapter = self._spec.lora is not None
         saved = load_checkpoint(self._engine, Path(folder), description=self._describe(), has_adapter=has_adapter)
         self._optimizer_step = saved["optimizer_step"]
+        if self._average is not None:
+            self._average.load(Path(folder))
         if self._reference is not None:
             self._reference.load(Path(folder))
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: str, live: bool = False) -> None:
         """Write a Hugging Face folder, from rank 0: of a policy a causal language model, of a critic a classifier.
 
-        An adapter is merged into it, and lies beside it in `adapter/` as peft writes it.
+        An adapter is merged into it, and lies beside it in `adapter/` as peft writes it. Where an average of the weights
+        is kept, the folder has that, or with `live` the weights themselves.
 
         Raises TrainingError if the disk is full.
         """
+        averaged = nullcontext() if self._average is None or live else self._average.in_place()
+        with averaged:
+            self._export(folder)
+
+    def _export(self, folder: str) -> None:
         tensors = model_tensors(self._engine.module.model)
         state = {name: tensor.cpu() for name, tensor in tensors.items() if name not in self._shapes}
         for name, tensor in self._each_parameter():

@@ -31,6 +31,7 @@ FLOAT32_BYTES = 4
 ADAM_MOMENTS = 2
 WEIGHTS_IN_HOST_MEMORY = "weights in host memory"
 OPTIMIZER_IN_HOST_MEMORY = "optimizer in host memory"
+AVERAGE = "average of the weights"
 # Matrices of [logits_chunk_tokens, vocabulary] in float32 that exist at once: logits, log-softmax, their gradient.
 LOGITS_COPIES = 3
 
@@ -80,6 +81,7 @@ def estimate_memory(
             parts = _scoring_parts(config, reward_model or model, dtype)
         elif actor.role == "critic" and isinstance(config, RLConfig):
             parts = _training_parts(config, critic or model, dtype, has_adapter=False)
+            parts.pop(AVERAGE, None)  # a critic keeps none
         processes.append(ProcessMemory(actor.name, actor.role, parts))
     return [*processes, ProcessMemory("Ray", None, {"base": RAY_BASE_BYTES})]
 
@@ -124,11 +126,14 @@ def learner_state_bytes(
         optimizer += learned * FLOAT32_BYTES
     weights_name = WEIGHTS_IN_HOST_MEMORY if training.offload_parameters else "weights"
     optimizer_name = OPTIMIZER_IN_HOST_MEMORY if training.offload_optimizer else "optimizer"
-    return {
+    states = {
         weights_name: model.parameters * width // (ranks if training.zero_stage == 3 else 1),
         "gradients": learned * width // (ranks if training.zero_stage >= 2 else 1),
         optimizer_name: optimizer // (ranks if training.zero_stage >= 1 else 1),
     }
+    if training.ema_decay is not None:
+        states[AVERAGE] = learned * FLOAT32_BYTES // ranks
+    return states
 
 
 def activation_bytes(model: ModelFacts, *, tokens: int, dtype: str, checkpointing: bool) -> int:
