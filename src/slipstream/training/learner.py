@@ -49,7 +49,13 @@ from slipstream.models.stored_weights import StoredWeight, model_tensors, stored
 from slipstream.models.verification import require_divisible_rows
 from slipstream.training.average import WeightAverage
 from slipstream.training.batch import MicroBatch, ModelInput, RowShare, make_micro_batch
-from slipstream.training.checkpoint import export_model, load_checkpoint, save_checkpoint, storage_errors
+from slipstream.training.checkpoint import (
+    export_model,
+    layout_change,
+    load_checkpoint,
+    save_checkpoint,
+    storage_errors,
+)
 from slipstream.training.deepspeed_config import deepspeed_config
 from slipstream.training.mesh import Mesh
 from slipstream.training.optimizer import make_optimizer, set_learning_rate, take_step
@@ -468,15 +474,21 @@ class LearnerRank:
         if self._reference is not None:
             self._reference.save(Path(folder))
 
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote. Raises RunDirectoryError for another model, rank count, stage or type."""
-        has_adapter = self._spec.lora is not None
-        saved = load_checkpoint(self._engine, Path(folder), description=self._describe(), has_adapter=has_adapter)
+    def load(self, folder: str) -> str | None:
+        """Read what `save` wrote; returns what is different in the layout of the ranks since then, in words.
+
+        Raises RunDirectoryError for another model or type, and for a layout that it cannot be converted to.
+        """
+        current, has_adapter = self._describe(), self._spec.lora is not None
+        saved = load_checkpoint(
+            self._engine, Path(folder), description=current, seed=self._spec.seed, has_adapter=has_adapter
+        )
         self._optimizer_step = saved["optimizer_step"]
         if self._average is not None:
             self._average.load(Path(folder))
         if self._reference is not None:
             self._reference.load(Path(folder))
+        return layout_change(saved, current)
 
     def export(self, folder: str, live: bool = False) -> None:
         """Write a Hugging Face folder, from rank 0: of a policy a causal language model, of a critic a classifier.
