@@ -73,6 +73,29 @@ def test_two_ranks_train_as_one_does(ranks: str, runs: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_run_goes_on_with_fewer_ranks_at_another_stage_and_then_as_before(runs: Any) -> None:
+    # Small micro-batches, of which a step has many: slow enough to be interrupted twice.
+    settings = runs.sft_settings(steps=6) | {"training.tokens_per_micro_batch": 48, "checkpoint.every_steps": 1}
+    two = ["--training.data_parallel=2", "--training.zero_stage=2"]
+    process = runs.start("sft", "moved", settings, extra=two)
+    runs.wait_for_step(process, "moved", 2)
+    process.kill_all()
+    process.finish()
+    process = runs.command("resume", "moved", "--json", "--training.data_parallel=1", "--training.zero_stage=1")
+    runs.wait_for_step(process, "moved", 4)
+    process.kill_all()
+    process.finish()
+    assert "ranks 2 to 1, ZeRO stage 2 to 1" in process.stdout + process.stderr
+    assert "training.data_parallel: 2 there, 1 here" in process.stdout + process.stderr
+    process = runs.command("resume", "moved", "--json", *two)
+    assert process.finish() == 0, process.stderr
+    assert "ranks 1 to 2, ZeRO stage 1 to 2" in process.stdout + process.stderr
+    assert losses(runs, "moved") == pytest.approx(losses(runs, "once"), rel=1e-5)
+    assert not list((runs.folder / "moved/checkpoints").glob("*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_loss_falls_and_that_of_held_out_rows_is_reported_where_it_is_due(runs: Any) -> None:
     assert losses(runs, "once")[-1] < losses(runs, "once")[0]
     steps = [int(line["step"]) for line in runs.metrics("once") if "evaluation/loss" in line]

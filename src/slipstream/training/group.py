@@ -91,9 +91,10 @@ class LearnerGroup:
         """Write everything that training needs to go on bit for bit."""
         self._on_all("save", str(folder))
 
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
-        self._on_all("load", str(folder))
+    def load(self, folder: Path) -> str | None:
+        """Read what `save` wrote; returns what is different in the layout of the ranks since then, in words."""
+        change: str | None = self._on_all("load", str(folder))[0]
+        return change
 
     def export(self, folder: Path, *, live: bool = False) -> None:
         """Write the model as a Hugging Face folder: the average of its weights where one is kept and not `live`."""
