@@ -25,6 +25,7 @@ from slipstream.algorithms.policy_loss import POLICY_LOSSES
 from slipstream.algorithms.preference_loss import PairObjective, UnpairedObjective
 from slipstream.algorithms.reward_model_loss import RewardModelObjective
 from slipstream.algorithms.value_loss import ValueObjective
+from slipstream.config.lora import LoraConfig
 from slipstream.data.preferences import PreferencePair, answer_examples, pair_examples
 from slipstream.data.shared_prompts import plan_with_shared_prompts
 from slipstream.data.trajectory import TrainingExample
@@ -435,45 +436,50 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_leave_one_for_it(
 ):
     """With states in host memory, weights that decay, and an average of the weights, whose pieces are other ones."""
     options = SETTINGS | {"weight_decay": 0.1, "ema_decay": 0.5}
-    straight, jobs = {}, [[], []]
-    for written, read in CHANGES:
-        single = learner(model_folder, training=options | {"zero_stage": written})
+    cells = [(*change, None) for change in CHANGES] + [(1, 3, LoraConfig(rank=4))]
+    straight, jobs = [], [[], []]
+    for place, (written, read, lora) in enumerate(cells):
+        single = learner(model_folder, training=options | {"zero_stage": written}, lora=lora)
         single.update([story.three], POLICY)
-        single.save(str(tmp_path / f"{written}{read}" / "one"))
-        straight[written, read] = single
+        single.save(str(tmp_path / str(place) / "one"))
+        straight.append(single)
         for rank in range(2):
             training = options | {"zero_stage": read, "offload_optimizer": read > 0}
-            spec = helpers.make_spec(model_folder, training=training, rank=rank, data_parallel=2, seed=5)
+            spec = helpers.make_spec(model_folder, training=training, rank=rank, data_parallel=2, seed=5, lora=lora)
             calls = [
-                ("load", "load", (str(tmp_path / f"{written}{read}" / "one"),)),
+                ("load", "load", (str(tmp_path / str(place) / "one"),)),
                 ("update", "update", (story.shares_of_five[rank], POLICY)),
-                ("save", "save", (str(tmp_path / f"{written}{read}" / "two"),)),
+                ("save", "save", (str(tmp_path / str(place) / "two"),)),
+                ("weights", "weights", ()),
+                ("export", "export", (str(tmp_path / str(place) / "export of two"), True)),
             ]
             jobs[rank].append((spec, calls))
     results = run_ranks(jobs, tmp_path)
-    for place, (written, read) in enumerate(CHANGES):
-        single, name = straight[written, read], f"{written}{read}"
+    for place, (written, read, lora) in enumerate(cells):
+        single, folder = straight[place], tmp_path / str(place)
         expected = single.update([story.five], POLICY)
         for result in results:
             assert "error" not in result[place], result[place]["error"]
             assert result[place]["load"].startswith("ranks 1 to 2")
             assert result[place]["update"]["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
-        back = learner(model_folder, training=options | {"zero_stage": written})
-        back.load(str(tmp_path / name / "two"))
+        assert helpers.identical(exported(folder / "export of two"), results[0][place]["weights"])
+        back = learner(model_folder, training=options | {"zero_stage": written}, lora=lora)
+        back.load(str(folder / "two"))
         for rank in (single, back):
             rank.update([make_examples(seed=4)], POLICY)
-        assert helpers.relative_difference(helpers.weights(back), helpers.weights(single)) <= 1e-5, name
-        for rank, folder in ((single, "straight"), (back, "back")):
-            rank.export(str(tmp_path / name / folder))
-        averages = [
-            dict(AutoModelForCausalLM.from_pretrained(tmp_path / name / folder).named_parameters())
-            for folder in ("back", "straight")
-        ]
-        assert helpers.relative_difference(*averages) <= 1e-5, name
+        assert helpers.relative_difference(helpers.weights(back), helpers.weights(single)) <= 1e-5, (written, read)
+        for rank, name in ((single, "straight"), (back, "back")):
+            rank.export(str(folder / name))
+        averages = exported(folder / "back"), exported(folder / "straight")
+        assert helpers.relative_difference(*averages) <= 1e-5, (written, read)
     # The second rank did not exist before: its random states come from the seed.
-    states = torch.load(tmp_path / "12" / "two" / "random_state_rank_1.pt", weights_only=False)
+    states = torch.load(tmp_path / "1" / "two" / "random_state_rank_1.pt", weights_only=False)
     torch.manual_seed(5 + 1)
     assert torch.equal(states["torch"], torch.get_rng_state())
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
 def test_a_rank_whose_peers_never_come_says_whom_it_waited_for(model_folder, helpers, tmp_path):

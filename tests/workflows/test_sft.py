@@ -28,7 +28,7 @@ def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         "evaluation_data.response_key": "response",
         "evaluate_every_steps": 2,
     }
-    settings = bench.sft_settings(steps=6) | held_out
+    settings = bench.settings = bench.sft_settings(steps=6) | held_out
     bench.run("sft", "once", settings)
     interrupted = bench.start("sft", "resumed", settings | {"steps": 6, "checkpoint.every_steps": 2})
     bench.wait_for_step(interrupted, "resumed", 3)
@@ -75,7 +75,7 @@ def test_two_ranks_train_as_one_does(ranks: str, runs: Any) -> None:
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_fewer_ranks_at_another_stage_and_then_as_before(runs: Any) -> None:
     # Small micro-batches, of which a step has many: slow enough to be interrupted twice.
-    settings = runs.sft_settings(steps=6) | {"training.tokens_per_micro_batch": 48, "checkpoint.every_steps": 1}
+    settings = runs.settings | {"training.tokens_per_micro_batch": 48, "checkpoint.every_steps": 1}
     two = ["--training.data_parallel=2", "--training.zero_stage=2"]
     process = runs.start("sft", "moved", settings, extra=two)
     runs.wait_for_step(process, "moved", 2)

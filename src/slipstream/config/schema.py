@@ -219,11 +219,6 @@ def require_trainable(model: ModelConfig, training: TrainingConfig) -> None:
             "training.zero_stage 0 cannot train bfloat16 weights: set training.zero_stage to 1, 2 or 3, or model.dtype "
             "to float32"
         )
-    if model.lora is not None and training.zero_stage == 3:
-        raise ValueError(
-            "training.zero_stage 3 cannot train an adapter: set training.zero_stage to 0, 1 or 2, which partition what "
-            "the adapter needs, or remove model.lora"
-        )
     if model.lora is not None and training.optimizer == "muon":
         raise ValueError(
             "training.optimizer muon has no place beside model.lora: it makes the update of a whole weight orthogonal, "

@@ -18,7 +18,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from slipstream.models.fingerprint import model_fingerprint
 from slipstream.models.hardware import detect_hardware, resolve_dtype
 from slipstream.models.lora import (
     ADAPTER_FOLDER,
+    adapter_factors,
     add_adapter,
     leave_out_frozen,
     merged_weights,
@@ -163,6 +164,8 @@ class LearnerRank:
             add_adapter(model, spec.lora)
             leave_out_frozen(module)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(model).items()}
+        # With those of the adapter. Later, under ZeRO stage 3, parameters are empty.
+        self._all_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._deepspeed = import_deepspeed(self._device)
         self._engine, *_ = self._deepspeed.initialize(
             model=module, optimizer=make_optimizer(module, spec.training), config=config
@@ -445,10 +448,15 @@ class LearnerRank:
         model = self._engine.module.model
         parameters = named_weights(model)
         chosen = {name: parameters[name] for name in names}
-        is_partitioned = self._spec.training.zero_stage == 3
-        gathered = self._deepspeed.zero.GatheredParameters(list(chosen.values())) if is_partitioned else nullcontext()
-        with gathered:
+        with self._gathered([*chosen.values(), *adapter_factors(model, names).values()]):
             yield merged_weights(model, {name: parameter.detach() for name, parameter in chosen.items()})
+
+    def _gathered(self, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Within it the parameters are whole on every rank, as they always are but under ZeRO stage 3."""
+        if self._spec.training.zero_stage != 3:
+            return nullcontext()
+        gathered: AbstractContextManager[None] = self._deepspeed.zero.GatheredParameters(list(parameters))
+        return gathered
 
     @contextmanager
     def _whole_tensors(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
@@ -508,11 +516,13 @@ class LearnerRank:
         for name, tensor in self._each_parameter():
             if self._spec.rank == 0:
                 state[name] = tensor.cpu().clone()
+        model, path, lora = self._engine.module.model, self._spec.model_path, self._spec.lora
         if self._spec.rank == 0:
-            model, path, lora = self._engine.module.model, self._spec.model_path, self._spec.lora
             export_model(model, Path(folder), state=state, model_path=path)
-            if lora is not None:
-                with storage_errors(Path(folder), "the adapter"):
+        if lora is not None:
+            learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            with self._gathered(learned), storage_errors(Path(folder), "the adapter"):
+                if self._spec.rank == 0:
                     save_adapter(model, Path(folder) / ADAPTER_FOLDER, config=lora, model_path=path)
         distributed.barrier()
 
@@ -526,9 +536,7 @@ class LearnerRank:
             "dtype": self._dtype,
             "has_adapter": self._spec.lora is not None,
             "lora": None if self._spec.lora is None else self._spec.lora.model_dump(),
-            "shapes": {name: list(p.shape) for name, p in self._engine.module.model.named_parameters()}
-            if self._spec.lora is not None
-            else {name: list(shape) for name, shape in self._shapes.items()},
+            "shapes": {name: list(shape) for name, shape in self._all_shapes.items()},
         }
 
 
