@@ -107,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         "resume",
         help="go on with an interrupted run",
         usage=f"slipstream resume RUN_DIR [--json] [{MAX_RESTARTS} N] [--training.data_parallel N ...]",
-        epilog="A run goes on with the configuration it was started with, but for the layout of its ranks, which may be "
-        "changed: see docs/memory.md.",
+        epilog="A run goes on with the configuration it was started with, but for the layout of its ranks, which may "
+        "be changed: see docs/memory.md.",
         allow_abbrev=False,
     )
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")

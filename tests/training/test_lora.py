@@ -159,9 +159,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(("written", "read"), [(1, 3), (3, 2)])
-def test_an_adapter_goes_on_at_another_stage(
-    written, read, learner, model_folder, make_examples, helpers, tmp_path
-):
+def test_an_adapter_goes_on_at_another_stage(written, read, learner, model_folder, make_examples, helpers, tmp_path):
     straight = learner(model_folder, training={"zero_stage": written}, lora=LORA)
     straight.update([make_examples()], SUPERVISED)
     straight.save(str(tmp_path / "step" / "learner"))

@@ -44,7 +44,10 @@ def test_muon_updates_matrices_by_its_formulas_and_all_else_by_adamw(learner, un
     assert len(matrices) == 2 * 7, "four of the attention and three of the feed-forward layer, in two layers"
     others = [p for name, p in parameters.items() if name not in matrices]
     adamw = torch.optim.AdamW(
-        [{"params": [p for p in others if p.dim() == 2]}, {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0}],
+        [
+            {"params": [p for p in others if p.dim() == 2]},
+            {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
+        ],
         lr=0.02, betas=(0.9, 0.95), eps=0.1, weight_decay=0.1,
     )  # fmt: skip
     momentum = {name: torch.zeros_like(parameters[name]) for name in matrices}

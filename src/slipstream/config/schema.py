@@ -206,8 +206,8 @@ class TrainingConfig(Section):
             raise ValueError("offload_parameters needs offload_optimizer: what updates weights must be where they are")
         if self.optimizer == "muon" and self.zero_stage != 0:
             raise ValueError(
-                f"optimizer muon needs zero_stage 0, found {self.zero_stage}: it updates a matrix as a whole, and other "
-                "stages give an optimizer pieces; set zero_stage to 0, or optimizer to adamw"
+                f"optimizer muon needs zero_stage 0, found {self.zero_stage}: it updates a matrix as a whole, and "
+                "other stages give an optimizer pieces; set zero_stage to 0, or optimizer to adamw"
             )
         return self
 

@@ -1,8 +1,8 @@
-"""An exponential moving average of the weights that learn, for the exported model: average = d average + (1 - d) weights.
+"""An exponential moving average of the weights that learn, for export: average = d average + (1 - d) weights.
 
-It starts as the weights of the start and takes in the weights after every optimizer step that was not skipped. Each rank
-keeps a piece of each tensor in float32, of equal size on all ranks: the one that ZeRO stage 3 gives it, at other stages
-the one of the same place, so that nothing needs to be sent for an update. The weights that learn never see it.
+It starts as the weights of the start and takes in the weights after every optimizer step that was not skipped. Each
+rank keeps a piece of each tensor in float32, of equal size on all ranks: the one that ZeRO stage 3 gives it, at other
+stages the one of the same place, so that nothing needs to be sent for an update. The weights that learn never see it.
 """
 
 from __future__ import annotations

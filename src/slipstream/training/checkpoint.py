@@ -134,8 +134,8 @@ def _load_universal(engine: Any, folder: Path, *, has_adapter: bool) -> None:
         _load_engine(engine, folder, has_adapter=has_adapter)
     finally:
         engine._config.load_universal_checkpoint = False
-    # At stage 3 it gives all groups the settings of the first one, weight decay among them, and one count of steps, which
-    # each of them would then advance.
+    # At stage 3 it gives all groups the settings of the first one, weight decay among them, and one count of steps,
+    # which each of them would then advance.
     for group, values in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(values)
     for state in engine.basic_optimizer.state.values():

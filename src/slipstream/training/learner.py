@@ -501,8 +501,8 @@ class LearnerRank:
     def export(self, folder: str, live: bool = False) -> None:
         """Write a Hugging Face folder, from rank 0: of a policy a causal language model, of a critic a classifier.
 
-        An adapter is merged into it, and lies beside it in `adapter/` as peft writes it. Where an average of the weights
-        is kept, the folder has that, or with `live` the weights themselves.
+        An adapter is merged into it, and lies beside it in `adapter/` as peft writes it. Where an average of the
+        weights is kept, the folder has that, or with `live` the weights themselves.
 
         Raises TrainingError if the disk is full.
         """

@@ -16,10 +16,9 @@ from slipstream.models.value import VALUE_HEAD
 
 
 def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """The optimizer of what learns in `module`, with weight decay on matrices only: not on biases, nor on the scales of
-    normalisations.
+    """The optimizer of what learns in `module`, whose `model` is a Hugging Face model.
 
-    `module.model` is a Hugging Face model.
+    Weight decay is on matrices only: not on biases, nor on the scales of normalisations.
     """
     if training.optimizer == "muon":
         return MuonWithAdamW(module, training)
@@ -42,12 +41,12 @@ def _adamw(parameters: list[nn.Parameter], training: TrainingConfig) -> torch.op
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the matrices between embedding and head.
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the matrices of the blocks.
 
-    Embeddings, heads, scales, biases, and experts that are held as one tensor, are updated by AdamW. Updates of matrices
-    are scaled to the size of AdamW's, by 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so that both have
-    the same learning rate and weight decay. Momentum and orthogonalisation are PyTorch's, whose iteration is computed in
-    bfloat16. Needs whole parameters with whole gradients.
+    Embeddings, heads, scales, biases, and experts that are held as one tensor, are updated by AdamW. Updates of
+    matrices are scaled to the size of AdamW's, by 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so that
+    both have the same learning rate and weight decay. Momentum and orthogonalisation are PyTorch's, whose iteration is
+    computed in bfloat16. Needs whole parameters with whole gradients.
     """
 
     def __init__(self, module: nn.Module, training: TrainingConfig) -> None:

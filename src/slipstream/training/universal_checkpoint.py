@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -27,7 +26,7 @@ PARTITIONED_STAGE = 3
 
 @contextmanager
 def converted(folder: Path, tag: str, *, from_stage: int, to_stage: int) -> Iterator[Path]:
-    """The checkpoint `tag` in `folder` as one in the universal format: the folder to load `tag` from, for the time being.
+    """The checkpoint `tag` in `folder` in the universal format; gives the folder to load `tag` from, meanwhile.
 
     All ranks must call it; rank 0 converts. Raises RunDirectoryError on all of them where that fails.
     """
