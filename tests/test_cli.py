@@ -162,11 +162,17 @@ def test_resume_and_report_are_given_the_run_directory(
 ) -> None:
     calls = replace("slipstream.workflows.resume", "resume", {"steps": 9})
     assert main(["resume", "runs/x", "--json"]) == 0
-    assert [str(call) for call in calls] == ["runs/x"]
+    assert calls == ["runs/x", []]
     assert json.loads(capsys.readouterr().out) == {"steps": 9}
     replace("slipstream.observe.report", "write_report", Path("runs/x/report.html"))
     assert main(["report", "runs/x"]) == 0
     assert capsys.readouterr().out == "runs/x/report.html\n"
+
+
+def test_resume_is_given_what_is_to_be_another(replace: Callable[..., list[Any]]) -> None:
+    calls = replace("slipstream.workflows.resume", "resume", {"steps": 9})
+    assert main(["resume", "runs/x", "--training.data_parallel", "2", "--training.zero_stage=3"]) == 0
+    assert calls == ["runs/x", ["--training.data_parallel", "2", "--training.zero_stage=3"]]
 
 
 def test_an_engine_that_failed_is_exit_code_1_without_a_traceback(
@@ -240,7 +246,7 @@ def test_help_imports_nothing_heavy() -> None:
 def test_with_json_the_progress_of_a_run_goes_to_standard_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def resume(run_dir: str) -> dict[str, Any]:
+    def resume(run_dir: str, overrides: list[str]) -> dict[str, Any]:
         print("step 1/2")
         return {"steps": 2}
 
@@ -254,7 +260,7 @@ def test_with_json_the_progress_of_a_run_goes_to_standard_error(
 def test_a_failure_after_the_start_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def resume(run_dir: str) -> dict[str, Any]:
+    def resume(run_dir: str, overrides: list[str]) -> dict[str, Any]:
         raise EngineError("learner rank 0 died")
 
     (tmp_path / "a run").mkdir()

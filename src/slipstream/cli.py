@@ -103,7 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--dry-run", action="store_true", help="show what would happen and start nothing")
         verb.add_argument("--json", action="store_true", help="end with the summary as one line of JSON")
         _add_max_restarts(verb)
-    resume = verbs.add_parser("resume", help="go on with an interrupted run", allow_abbrev=False)
+    resume = verbs.add_parser(
+        "resume",
+        help="go on with an interrupted run",
+        usage=f"slipstream resume RUN_DIR [--json] [{MAX_RESTARTS} N] [--training.data_parallel N ...]",
+        epilog="A run goes on with the configuration it was started with, but for the layout of its ranks, which may "
+        "be changed: see docs/memory.md.",
+        allow_abbrev=False,
+    )
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     resume.add_argument("--json", action="store_true", help="end with the summary as one line of JSON")
     _add_max_restarts(resume)
@@ -136,7 +143,7 @@ def _run(arguments: list[str]) -> int:
         return ConfigError.exit_code
     _check_verb(arguments[0])
     overrides: list[str] = []
-    if arguments[0] in WORKFLOWS:
+    if arguments[0] in (*WORKFLOWS, "resume"):
         rest, overrides = split_overrides(arguments[1:])
         arguments = [arguments[0], *rest]
     try:
@@ -151,7 +158,7 @@ def _run(arguments: list[str]) -> int:
     if options.verb in WORKFLOWS:
         return _run_workflow(options, overrides)
     if options.verb == "resume":
-        return _resume(options)
+        return _resume(options, overrides)
     return VERBS[options.verb].run(options)
 
 
@@ -291,14 +298,14 @@ def _dry_run(config: Any, *, as_json: bool) -> int:
     return 0
 
 
-def _resume(options: argparse.Namespace) -> int:
+def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.max_restarts:
-        arguments = ["resume", options.run_dir, *["--json"] * options.json]
+        arguments = ["resume", options.run_dir, *["--json"] * options.json, *overrides]
         return _run_attempts(arguments, options, Path(options.run_dir), can_resume=True)
     from slipstream.workflows.resume import resume
 
     with _progress_on(options.json), _saying_how_to_go_on(Path(options.run_dir)):
-        summary = resume(options.run_dir)
+        summary = resume(options.run_dir, overrides)
     _finish(summary, as_json=options.json)
     return 0
 

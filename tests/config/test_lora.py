@@ -12,13 +12,13 @@ BASE = ["--steps=1", "--output_dir=o", "--model.path=m", "--data.source=d.jsonl"
 def test_one_key_is_enough_and_none_means_all_weights() -> None:
     assert load_config(SFTConfig, None, BASE).model.lora is None
     lora = load_config(SFTConfig, None, [*BASE, "--model.lora.rank=4"]).model.lora
+    assert load_config(SFTConfig, None, [*BASE, "--model.lora.rank=4", "--training.zero_stage=3"]).model.lora == lora
     assert lora is not None and (lora.rank, lora.alpha, lora.target_modules) == (4, 32.0, None)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["--training.zero_stage=3"], r"zero_stage 3 cannot train an adapter: set training\.zero_stage to 0, 1 or 2"),
         (["--training.tensor_parallel=2"], r"training\.tensor_parallel \(2\) cannot train an adapter.*set it to 1"),
         (["--algorithm.kl_coefficient=0.1", "--algorithm.reference_refresh_steps=5"], "no place beside model.lora"),
         (["--model.lora.target_modules=[]"], r"model\.lora\.target_modules"),

@@ -5,6 +5,7 @@ import json
 import resource
 import signal
 from contextlib import contextmanager
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -86,14 +87,47 @@ def test_a_model_that_changed_where_it_lies_is_noticed_and_one_that_was_moved_is
         learner(source).load(str(tmp_path / "checkpoint"))
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [("ranks", 4, "ranks 4"), ("zero_stage", 3, "ZeRO stage 3")])
-def test_a_checkpoint_of_another_layout_names_both(key, value, words, learner, model_folder, tmp_path):
-    rank = learner(model_folder)
-    rank.save(str(tmp_path))
-    description = json.loads((tmp_path / "learner.json").read_text())
-    (tmp_path / "learner.json").write_text(json.dumps(description | {key: value}))
-    with pytest.raises(RunDirectoryError, match=f"{words}.*this run has .* 1"):
-        rank.load(str(tmp_path))
+@pytest.mark.parametrize(("written", "read"), [(0, 1), (2, 0)])
+def test_stage_0_and_others_do_not_go_over_into_each_other(written, read, learner, model_folder, tmp_path):
+    learner(model_folder, training={"zero_stage": written}).save(str(tmp_path / "checkpoint"))
+    message = rf"ZeRO stage {written}, this run has ZeRO stage {read}: .*set training\.zero_stage"
+    with pytest.raises(RunDirectoryError, match=message):
+        learner(model_folder, training={"zero_stage": read}).load(str(tmp_path / "checkpoint"))
+
+
+STAGE_CHANGES = list(permutations((1, 2, 3), 2))
+
+
+@pytest.mark.parametrize(("written", "read"), STAGE_CHANGES)
+def test_training_goes_on_at_another_stage(
+    written, read, learner, model_folder, make_examples, helpers, tmp_path, request
+):
+    if (written, read) not in ((1, 3), (3, 2)) and not request.config.getoption("--every-layout"):
+        pytest.skip("one of the others covers each step of it; --every-layout runs all")
+    settings = {"weight_decay": 0.1}
+    straight = learner(model_folder, training=settings | {"zero_stage": written})
+    for seed in range(2):
+        straight.update([make_examples(seed=seed)], POLICY)
+    folder = tmp_path / "step" / "learner"
+    straight.save(str(folder))
+    resumed = learner(model_folder, training=settings | {"zero_stage": read})
+    assert resumed.load(str(folder)) == f"ZeRO stage {written} to {read}"
+    assert helpers.identical(helpers.weights(resumed), helpers.weights(straight))
+    for seed in range(2, 5):
+        expected, found = (rank.update([make_examples(seed=seed)], POLICY) for rank in (straight, resumed))
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert helpers.relative_difference(helpers.weights(resumed), helpers.weights(straight)) <= 1e-5
+    assert [group["weight_decay"] for group in resumed._engine.optimizer.param_groups] == [0.1, 0.0]
+    assert list(tmp_path.iterdir()) == [tmp_path / "step"], "the conversion is removed"
+
+
+def test_a_checkpoint_that_cannot_be_converted_says_why(learner, model_folder, tmp_path):
+    folder = tmp_path / "step" / "learner"
+    learner(model_folder, training={"zero_stage": 1}).save(str(folder))
+    next((folder / "engine").glob("*optim_states.pt")).write_bytes(b"damaged")
+    with pytest.raises(RunDirectoryError, match=r"cannot be converted for another number of ranks or ZeRO stage: "):
+        learner(model_folder, training={"zero_stage": 2}).load(str(folder))
+    assert list(tmp_path.iterdir()) == [tmp_path / "step"]
 
 
 @contextmanager

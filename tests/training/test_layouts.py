@@ -280,6 +280,7 @@ def test_whatever_is_learned_two_ranks_that_share_rows_or_weights_have_the_gradi
         ),
         "entropy": (Case(policy, replace(plain, entropy_coefficient=0.5), examples), 2),
         "adapter": (Case(policy, plain, examples, {"lora": LoraConfig(rank=4)}), 1),
+        "adapter in pieces": (Case(policy, plain, examples, {"lora": LoraConfig(rank=4)}), 3),
         "checkpointing": (Case(policy, plain, examples, {"activation_checkpointing": True}), 3),
         "shared prompt": (Case(policy, plain, of_one_prompt()), 2),
     }

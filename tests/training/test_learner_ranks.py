@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from slipstream.algorithms.aggregation import Aggregation, aggregation_weights
@@ -24,10 +25,11 @@ from slipstream.algorithms.policy_loss import POLICY_LOSSES
 from slipstream.algorithms.preference_loss import PairObjective, UnpairedObjective
 from slipstream.algorithms.reward_model_loss import RewardModelObjective
 from slipstream.algorithms.value_loss import ValueObjective
+from slipstream.config.lora import LoraConfig
 from slipstream.data.preferences import PreferencePair, answer_examples, pair_examples
 from slipstream.data.shared_prompts import plan_with_shared_prompts
 from slipstream.data.trajectory import TrainingExample
-from slipstream.errors import RunDirectoryError, TrainingError
+from slipstream.errors import TrainingError
 from slipstream.training.process_group import open_listener
 from slipstream.training.reference import TeacherSpec
 from slipstream.weights.checksum import tensor_checksum
@@ -410,10 +412,74 @@ def test_two_ranks_learn_from_a_teacher_from_entropy_and_by_imitation_what_one_d
                     assert second[place]["update"][metric] == first[place]["update"][metric]
 
 
-def test_a_checkpoint_of_two_ranks_is_refused_by_one(two_ranks, story, learner, model_folder):
-    rank = learner(model_folder, training={"zero_stage": 2})
-    with pytest.raises(RunDirectoryError, match=r"written with ranks 2, this run has ranks 1"):
-        rank.load(story.checkpoint(2))
+# (stage that wrote a checkpoint, stage that goes on from it): each once in either place.
+CHANGES = [(0, 0), (1, 2), (2, 3), (3, 1), (3, 3)]
+
+
+@pytest.mark.parametrize(("written", "read"), CHANGES)
+def test_one_rank_goes_on_from_a_checkpoint_of_two(written, read, two_ranks, story, learner, model_folder, helpers):
+    rank = learner(model_folder, training=SETTINGS | {"zero_stage": read}, load_reference=True)
+    change = rank.load(story.checkpoint(written))
+    assert change == "ranks 2 to 1" + (f", ZeRO stage {written} to {read}" if written != read else "")
+    expected = two_ranks[0][written]
+    for step, examples in (("third", story.five), ("fourth", story.three)):
+        found = rank.update([examples], POLICY)
+        for name in found.keys() - {"seconds"}:
+            assert found[name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), (step, name)
+        assert found["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5, abs=1e-6)
+    assert helpers.relative_difference(helpers.weights(rank), expected["last weights"]) <= 1e-5
+    assert not list(story.folder.parent.glob("*.partial")), "the conversion is removed"
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_one_and_leave_one_for_it(
+    story, learner, model_folder, make_examples, helpers, tmp_path
+):
+    """With states in host memory, weights that decay, and an average of the weights, whose pieces are other ones."""
+    options = SETTINGS | {"weight_decay": 0.1, "ema_decay": 0.5}
+    cells = [(*change, None) for change in CHANGES] + [(1, 3, LoraConfig(rank=4))]
+    straight, jobs = [], [[], []]
+    for place, (written, read, lora) in enumerate(cells):
+        single = learner(model_folder, training=options | {"zero_stage": written}, lora=lora)
+        single.update([story.three], POLICY)
+        single.save(str(tmp_path / str(place) / "one"))
+        straight.append(single)
+        for rank in range(2):
+            training = options | {"zero_stage": read, "offload_optimizer": read > 0}
+            spec = helpers.make_spec(model_folder, training=training, rank=rank, data_parallel=2, seed=5, lora=lora)
+            calls = [
+                ("load", "load", (str(tmp_path / str(place) / "one"),)),
+                ("update", "update", (story.shares_of_five[rank], POLICY)),
+                ("save", "save", (str(tmp_path / str(place) / "two"),)),
+                ("weights", "weights", ()),
+                ("export", "export", (str(tmp_path / str(place) / "export of two"), True)),
+            ]
+            jobs[rank].append((spec, calls))
+    results = run_ranks(jobs, tmp_path)
+    for place, (written, read, lora) in enumerate(cells):
+        single, folder = straight[place], tmp_path / str(place)
+        expected = single.update([story.five], POLICY)
+        for result in results:
+            assert "error" not in result[place], result[place]["error"]
+            assert result[place]["load"].startswith("ranks 1 to 2")
+            assert result[place]["update"]["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+        assert helpers.identical(exported(folder / "export of two"), results[0][place]["weights"])
+        back = learner(model_folder, training=options | {"zero_stage": written}, lora=lora)
+        back.load(str(folder / "two"))
+        for rank in (single, back):
+            rank.update([make_examples(seed=4)], POLICY)
+        assert helpers.relative_difference(helpers.weights(back), helpers.weights(single)) <= 1e-5, (written, read)
+        for rank, name in ((single, "straight"), (back, "back")):
+            rank.export(str(folder / name))
+        averages = exported(folder / "back"), exported(folder / "straight")
+        assert helpers.relative_difference(*averages) <= 1e-5, (written, read)
+    # The second rank did not exist before: its random states come from the seed.
+    states = torch.load(tmp_path / "1" / "two" / "random_state_rank_1.pt", weights_only=False)
+    torch.manual_seed(5 + 1)
+    assert torch.equal(states["torch"], torch.get_rng_state())
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
 def test_a_rank_whose_peers_never_come_says_whom_it_waited_for(model_folder, helpers, tmp_path):

@@ -20,17 +20,20 @@ from slipstream.weights.plan import ChannelAddress
 from slipstream.weights.shared_memory import SharedMemoryReceiver
 from slipstream.workflows.merge_lora import merge_lora
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 LORA = LoraConfig(rank=4, alpha=8)
 SUPERVISED = SupervisedObjective()
 
 
+def parameters_of(rank):
+    """All of them, whole, by the names that peft gives them."""
+    parameters = dict(rank._engine.module.model.named_parameters())
+    with rank._weights.gathered(list(parameters.values())):
+        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
 def adapter(rank):
-    return {
-        name: parameter.detach().clone()
-        for name, parameter in rank._engine.module.model.named_parameters()
-        if ADAPTER_MARK in name
-    }
+    return {name: parameter for name, parameter in parameters_of(rank).items() if ADAPTER_MARK in name}
 
 
 def plain_log_probs(model, tokens, temperature=1.0):
@@ -71,7 +74,7 @@ def test_a_step_moves_the_adapter_as_plain_peft_does_and_nothing_else(
         optimizer.step()
     expected = {name: parameter.detach() for name, parameter in parameters.items()}
     assert helpers.relative_difference(adapter(rank), expected) <= 1e-5
-    frozen = {n: p for n, p in rank._engine.module.model.named_parameters() if ADAPTER_MARK not in n}
+    frozen = {name: parameter for name, parameter in parameters_of(rank).items() if ADAPTER_MARK not in name}
     on_disk = dict(load(model_folder).named_parameters())
     for name, parameter in frozen.items():
         assert torch.equal(parameter, on_disk[name.replace(".base_layer", "")]), name
@@ -79,8 +82,9 @@ def test_a_step_moves_the_adapter_as_plain_peft_does_and_nothing_else(
     assert stage > 0 or learned == sum(parameter.numel() for parameter in expected.values())
 
 
-def test_what_travels_to_engines_is_the_merged_model(learner, model_folder, make_examples, helpers):
-    rank = learner(model_folder, lora=LORA)
+@pytest.mark.parametrize("stage", (1, 3))
+def test_what_travels_to_engines_is_the_merged_model(stage, learner, model_folder, make_examples, helpers):
+    rank = learner(model_folder, training={"zero_stage": stage}, lora=LORA)
     rank.update([make_examples()], SUPERVISED)
     plan = rank.weight_plan(1 << 15, ChannelAddress("shared_memory", "test-lora"))
     receiver, arrived = None, {}
@@ -98,8 +102,9 @@ def test_what_travels_to_engines_is_the_merged_model(learner, model_folder, make
     assert np.abs(before - expected).max() > 1e-2
 
 
-def test_the_reference_is_the_model_without_its_adapter(learner, model_folder, make_examples):
-    rank = learner(model_folder, lora=LORA, load_reference=True)
+@pytest.mark.parametrize("stage", (1, 3))
+def test_the_reference_is_the_model_without_its_adapter(stage, learner, model_folder, make_examples):
+    rank = learner(model_folder, training={"zero_stage": stage}, lora=LORA, load_reference=True)
     examples = make_examples()
     assert rank._reference is None, "no second model in memory"
     before = rank.log_probs([examples], "reference")
@@ -139,8 +144,12 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(
     resumed.load(str(tmp_path))
     resumed.update([make_examples(seed=2)], SUPERVISED)
     assert helpers.identical(adapter(resumed), adapter(straight))
-    state = torch.load(tmp_path / "engine" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    file = torch.load(tmp_path / "engine" / name, weights_only=False)
+    # At stage 3 the weights are beside the optimizer's states.
+    state = [name for group in file["param_shapes"] for name in group] if stage == 3 else file["module"]
     assert state and all(ADAPTER_MARK in name for name in state)
+    assert not file.get("frozen_param_fragments")
     with pytest.raises(RunDirectoryError, match="holds an adapter and no model"):
         read_weights(tmp_path)
     # The rank changes the shapes; alpha changes nothing but what the adapter is worth.
@@ -149,10 +158,25 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(
             learner(model_folder, training={"zero_stage": stage}, lora=other).load(str(tmp_path))
 
 
+@pytest.mark.parametrize(("written", "read"), [(1, 3), (3, 2)])
+def test_an_adapter_goes_on_at_another_stage(written, read, learner, model_folder, make_examples, helpers, tmp_path):
+    straight = learner(model_folder, training={"zero_stage": written}, lora=LORA)
+    straight.update([make_examples()], SUPERVISED)
+    straight.save(str(tmp_path / "step" / "learner"))
+    resumed = learner(model_folder, training={"zero_stage": read}, lora=LORA)
+    assert resumed.load(str(tmp_path / "step" / "learner")) == f"ZeRO stage {written} to {read}"
+    assert helpers.identical(adapter(resumed), adapter(straight))
+    for seed in (1, 2):
+        for rank in (straight, resumed):
+            rank.update([make_examples(seed=seed)], SUPERVISED)
+    assert helpers.relative_difference(adapter(resumed), adapter(straight)) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", (1, 3))
 def test_an_export_is_the_merged_model_with_the_adapter_beside_it(
-    learner, model_folder, tiny_tokenizer, make_examples, tmp_path
+    stage, learner, model_folder, tiny_tokenizer, make_examples, tmp_path
 ):
-    rank = learner(model_folder, lora=LORA)
+    rank = learner(model_folder, training={"zero_stage": stage}, lora=LORA)
     rank.update([make_examples()], SUPERVISED)
     rank.export(str(tmp_path / "export"))
     tokens = np.array([4, 9, 11, 3, 3, 17])
@@ -169,10 +193,11 @@ def test_an_export_is_the_merged_model_with_the_adapter_beside_it(
     assert Path(settings["base_model_name_or_path"]) == model_folder and settings["r"] == 4
 
 
+@pytest.mark.parametrize("stage", (1, 3))
 def test_the_head_of_a_reward_model_is_trained_beside_its_adapter_and_saved_with_it(
-    learner, reward_model_folder, make_examples, tmp_path
+    stage, learner, reward_model_folder, make_examples, tmp_path
 ):
-    rank = learner(reward_model_folder, role="reward_model", lora=LORA)
+    rank = learner(reward_model_folder, training={"zero_stage": stage}, role="reward_model", lora=LORA)
     pairs = [
         type(e)(
             e.example_id,
@@ -182,10 +207,10 @@ def test_the_head_of_a_reward_model_is_trained_beside_its_adapter_and_saved_with
         )
         for i, e in enumerate(make_examples((6, 7)))
     ]
-    head = rank._engine.module.model.score.weight.detach().clone()
+    head = parameters_of(rank)["score.weight"]
     metrics = [rank.update([pairs], RewardModelObjective()) for _ in range(5)]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    assert not torch.equal(rank._engine.module.model.score.weight, head)
+    assert not torch.equal(parameters_of(rank)["score.weight"], head)
     rank.export(str(tmp_path / "export"))
     merge_lora(tmp_path / "export" / "adapter", tmp_path / "merged")
     merged, exported = (

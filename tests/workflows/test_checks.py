@@ -130,6 +130,19 @@ def test_a_model_folder_that_lacks_something_is_refused(
     assert text.startswith("model.path: ") and message in text
 
 
+@pytest.mark.parametrize("make", [rl, sft])
+def test_weights_of_four_bits_are_refused_for_training_with_the_way_out(files: Path, make: Callable[[], Any]) -> None:
+    file = files / "model" / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(
+        json.dumps(settings | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+    )
+    found = problem(make(), ModelError)
+    assert found.startswith("model.path: the weights of") and "QLoRA" in found and "model.lora" in found
+    file.write_text(json.dumps(settings | {"quantization_config": {"quant_method": "mxfp4"}}))
+    check_config(make())
+
+
 def test_a_chat_template_may_stand_in_the_tokenizer_configuration(files: Path) -> None:
     (files / "model" / "chat_template.jinja").unlink()
     (files / "model" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

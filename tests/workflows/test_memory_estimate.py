@@ -72,6 +72,28 @@ def test_zero_stages_divide_what_they_partition(stage: int, weights: int, gradie
     }
 
 
+def test_what_is_offloaded_is_shown_apart_and_has_gradients_in_float32_beside_it() -> None:
+    training = TrainingConfig(data_parallel=2, zero_stage=3, offload_optimizer=True, offload_parameters=True)
+    assert learner_state_bytes(FACTS, training, dtype="bfloat16") == {
+        "weights in host memory": 1 * PARAMETERS,
+        "gradients": 1 * PARAMETERS,
+        "optimizer in host memory": 8 * PARAMETERS,
+    }
+
+
+def test_an_average_of_the_weights_is_in_float32_divided_over_the_ranks_and_none_of_the_critics() -> None:
+    training = TrainingConfig(data_parallel=2, ema_decay=0.9)
+    assert learner_state_bytes(FACTS, training, dtype="bfloat16")["average of the weights"] == 2 * PARAMETERS
+    settings = config(advantage="gae").model_copy(update={"training": training})
+    assert "average of the weights" in parts("learner rank 0", settings)
+    assert "average of the weights" not in parts("critic rank 0", settings)
+
+
+def test_muon_keeps_one_moment() -> None:
+    training = TrainingConfig(zero_stage=0, optimizer="muon")
+    assert learner_state_bytes(FACTS, training, dtype="float32")["optimizer"] == 4 * PARAMETERS
+
+
 def test_bfloat16_halves_weights_and_gradients_and_always_has_a_master_copy() -> None:
     state = learner_state_bytes(FACTS, TrainingConfig(zero_stage=0), dtype="bfloat16")
     assert state == {"weights": 2 * PARAMETERS, "gradients": 2 * PARAMETERS, "optimizer": 12 * PARAMETERS}

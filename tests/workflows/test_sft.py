@@ -29,7 +29,7 @@ def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         "evaluation_data.response_key": "response",
         "evaluate_every_steps": 2,
     }
-    settings = bench.sft_settings(steps=6) | held_out
+    settings = bench.settings = bench.sft_settings(steps=6) | held_out
     bench.run("sft", "once", settings)
     interrupted = bench.start("sft", "resumed", settings | {"steps": 6, "checkpoint.every_steps": 2})
     bench.wait_for_step(interrupted, "resumed", 3)
@@ -71,6 +71,29 @@ def test_two_ranks_train_as_one_does(ranks: str, runs: Any) -> None:
     for mine, other in zip(runs.metrics(ranks), runs.metrics("once"), strict=True):
         assert float(mine["gradient_norm"]) == pytest.approx(float(other["gradient_norm"]), rel=1e-4)
         assert mine["tokens"] == other["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_with_fewer_ranks_at_another_stage_and_then_as_before(runs: Any) -> None:
+    # Small micro-batches, of which a step has many: slow enough to be interrupted twice.
+    settings = runs.settings | {"training.tokens_per_micro_batch": 48, "checkpoint.every_steps": 1}
+    two = ["--training.data_parallel=2", "--training.zero_stage=2"]
+    process = runs.start("sft", "moved", settings, extra=two)
+    runs.wait_for_step(process, "moved", 2)
+    process.kill_all()
+    process.finish()
+    process = runs.command("resume", "moved", "--json", "--training.data_parallel=1", "--training.zero_stage=1")
+    runs.wait_for_step(process, "moved", 4)
+    process.kill_all()
+    process.finish()
+    assert "ranks 2 to 1, ZeRO stage 2 to 1" in process.stdout + process.stderr
+    assert "training.data_parallel: 2 there, 1 here" in process.stdout + process.stderr
+    process = runs.command("resume", "moved", "--json", *two)
+    assert process.finish() == 0, process.stderr
+    assert "ranks 1 to 2, ZeRO stage 1 to 2" in process.stdout + process.stderr
+    assert losses(runs, "moved") == pytest.approx(losses(runs, "once"), rel=1e-5)
+    assert not list((runs.folder / "moved/checkpoints").glob("*.partial"))
 
 
 @pytest.mark.slow

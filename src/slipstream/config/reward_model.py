@@ -74,6 +74,11 @@ class RewardModelConfig(Section):
         require_trainable(self.model, self.training)
         if self.checkpoint.best_metric is not None:
             raise ValueError("checkpoint.best_metric belongs to rl: a reward model answers no prompts; remove it")
+        if self.training.ema_decay is not None:
+            raise ValueError(
+                "training.ema_decay has no place in reward-model: the export states how the scores of the weights that "
+                "were measured are spread, and an average of weights has others; remove it"
+            )
         meaningless = ("step_separator",) if self.supervision == "pairs" else PAIR_KEYS
         for key in meaningless:
             if (found := getattr(self, key)) != type(self).model_fields[key].default:

@@ -155,7 +155,18 @@ class TrainingConfig(Section):
         "tensor_parallel ranks.",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="ZeRO stage: what DeepSpeed partitions over the ranks.")
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
+    offload_optimizer: bool = Field(
+        False, description="Keep optimizer states in host memory and update there; needs zero_stage 1, 2 or 3."
+    )
+    offload_parameters: bool = Field(
+        False, description="Keep weights in host memory between uses; needs zero_stage 3 and offload_optimizer."
+    )
+    optimizer: Literal["adamw", "fused_adamw", "muon"] = Field(
+        "adamw",
+        description="adamw; fused_adamw, the same in one pass over memory; muon for the matrices of the blocks, with "
+        "adamw for all else (zero_stage 0 only).",
+    )
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
     betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="Of AdamW.")
     epsilon: float = Field(1e-8, gt=0, description="Of AdamW.")
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW, on matrices only.")
@@ -165,6 +176,13 @@ class TrainingConfig(Section):
         0, ge=0, description="Optimizer steps over which the learning rate rises; step k of W has (k + 1) / W of it."
     )
     final_learning_rate_share: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, of the peak.")
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Export an exponential moving average of the weights with this decay per optimizer step; null for "
+        "the weights themselves.",
+    )
     tokens_per_micro_batch: int = Field(
         4096, ge=1, description="Packed tokens per forward and backward pass, of all ranks that share them together."
     )
@@ -183,6 +201,28 @@ class TrainingConfig(Section):
     def _check(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), found {self.betas}")
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError(
+                "offload_optimizer needs zero_stage 1, 2 or 3, found 0: set one, or offload_optimizer false"
+            )
+        if self.offload_parameters and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_parameters needs zero_stage 3, which partitions weights, found {self.zero_stage}: set it to "
+                "3, or offload_parameters to false"
+            )
+        if self.offload_parameters and not self.offload_optimizer:
+            raise ValueError("offload_parameters needs offload_optimizer: what updates weights must be where they are")
+        if self.tensor_parallel > 1 and (self.ema_decay is not None or self.optimizer == "muon"):
+            key = "ema_decay" if self.ema_decay is not None else "optimizer muon"
+            raise ValueError(
+                f"{key} needs whole weights on every rank, which tensor_parallel ({self.tensor_parallel}) divides: set "
+                "tensor_parallel to 1, and use sequence_parallel or zero_stage 3 for models or rows that are too large"
+            )
+        if self.optimizer == "muon" and self.zero_stage != 0:
+            raise ValueError(
+                f"optimizer muon needs zero_stage 0, found {self.zero_stage}: it updates a matrix as a whole, and "
+                "other stages give an optimizer pieces; set zero_stage to 0, or optimizer to adamw"
+            )
         return self
 
 
@@ -193,10 +233,10 @@ def require_trainable(model: ModelConfig, training: TrainingConfig) -> None:
             "training.zero_stage 0 cannot train bfloat16 weights: set training.zero_stage to 1, 2 or 3, or model.dtype "
             "to float32"
         )
-    if model.lora is not None and training.zero_stage == 3:
+    if model.lora is not None and training.optimizer == "muon":
         raise ValueError(
-            "training.zero_stage 3 cannot train an adapter: set training.zero_stage to 0, 1 or 2, which partition what "
-            "the adapter needs, or remove model.lora"
+            "training.optimizer muon has no place beside model.lora: it makes the update of a whole weight orthogonal, "
+            "and an adapter has only factors of it; set training.optimizer to adamw, or remove model.lora"
         )
     if model.lora is not None and training.tensor_parallel > 1:
         raise ValueError(

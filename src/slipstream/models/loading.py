@@ -29,6 +29,7 @@ from slipstream.data.hub import hub_or_cache
 from slipstream.errors import ModelError
 from slipstream.models.attention import PACKED_ATTENTION
 from slipstream.models.log_probs import verify_head
+from slipstream.models.quantization import require_trainable_weights
 from slipstream.models.value import VALUE_HEAD, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT, verify_value_head
 from slipstream.models.verification import require_known_layers, verify_packing
 
@@ -247,6 +248,8 @@ def _read_config(path: str, key: str) -> Any:
     with from_folder_or_hub(path):
         config = _load_config(path, key)
     require_known_layers(config, path, key)
+    quantization = getattr(config, "quantization_config", None)
+    require_trainable_weights({"quantization_config": quantization}, path=path, key=key)
     for section in (config, getattr(config, "text_config", None)):
         _remove_randomness(section)
     return config

@@ -8,7 +8,7 @@ of the Hugging Face model, and answers with the merged ones, W + scale * B A, on
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,18 @@ def merged_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, to
     return {
         name: weight + layers[name].get_delta_weight(ADAPTER_NAME).to(weight.dtype) if name in layers else weight
         for name, weight in weights.items()
+    }
+
+
+def adapter_factors(model: Any, names: Sequence[str]) -> dict[str, torch.nn.Parameter]:
+    """The parameters, by name, of the adapters of the weights `names`: what `merged_weights` needs besides these."""
+    layers = dict(adapted_layers(model))
+    return {
+        f"{name}/{key}": parameter
+        for name in names
+        if name in layers
+        for key, parameter in layers[name].named_parameters()
+        if ADAPTER_MARK in f".{key}"
     }
 
 

@@ -94,6 +94,15 @@ class RunDirectory:
         return (self.path / "config.yaml").read_text(encoding="utf-8")
 
     @property
+    def config_path(self) -> Path:
+        """Where the configuration is."""
+        return self.path / "config.yaml"
+
+    def write_config(self, config_text: str) -> None:
+        """Put another configuration, as YAML, in the place of the one that is there. The lock must be held."""
+        write_text_atomically(self.config_path, config_text)
+
+    @property
     def environment(self) -> dict[str, Any]:
         """`workflow`, and `starts`: one description of the environment for each time the run was started."""
         return _read_json(self.path / "environment.json")

@@ -19,6 +19,7 @@ import torch.distributed as distributed
 
 from slipstream.errors import RunDirectoryError, TrainingError
 from slipstream.models.loading import from_folder_or_hub
+from slipstream.training.universal_checkpoint import converted
 
 DEEPSPEED_TAG = "engine"
 DESCRIPTION_FILE = "learner.json"
@@ -37,14 +38,8 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "generation_config.json",
 )
-# What a learner must have as the checkpoint it goes on from, with the words for it.
-COMPARED = {
-    "ranks": "ranks",
-    "tensor_parallel": "training.tensor_parallel",
-    "zero_stage": "ZeRO stage",
-    "dtype": "type",
-    "lora": "LoRA adapter",
-}
+# What may be another at load time, and how it is called.
+LAYOUT = {"ranks": "ranks", "zero_stage": "ZeRO stage"}
 # How torch words a write that the file system refused; it raises RuntimeError without errno.
 TORCH_WRITE_FAILURES = ("PytorchStreamWriter", "file write failed", "unexpected pos", "write failed")
 
@@ -82,32 +77,87 @@ def save_checkpoint(engine: Any, folder: Path, *, description: dict[str, Any], h
 
 
 def load_checkpoint(
-    engine: Any, folder: Path, *, description: dict[str, Any], has_adapter: bool = False
+    engine: Any, folder: Path, *, description: dict[str, Any], seed: int, has_adapter: bool = False
 ) -> dict[str, Any]:
     """Read what `save_checkpoint` wrote into this rank; returns its description.
 
-    `description` is that of the learner being loaded into; the keys both have must agree, except `optimizer_step`.
-    Raises RunDirectoryError for a folder that is no checkpoint or one of another learner.
+    `description` is that of the learner being loaded into; the keys both have must agree, except `optimizer_step`, and
+    `ranks` and `zero_stage` where DeepSpeed can convert. A rank that did not exist then takes its random states from
+    `seed`. Raises RunDirectoryError for a folder that is no checkpoint or one of another learner.
     """
     file = folder / DESCRIPTION_FILE
     if not file.is_file():
         raise RunDirectoryError(f"no learner checkpoint in {folder}: {DESCRIPTION_FILE} is missing")
-    saved = json.loads(file.read_text())
+    saved: dict[str, Any] = json.loads(file.read_text())
     _compare(saved, description, folder)
+    if _is_loaded_as_it_is(saved, description):
+        _load_engine(engine, folder, has_adapter=has_adapter)
+    else:
+        stages = {"from_stage": saved["zero_stage"], "to_stage": description["zero_stage"]}
+        with converted(folder, DEEPSPEED_TAG, **stages) as universal:
+            _load_universal(engine, universal, has_adapter=has_adapter)
+    states = folder / _random_state_file(distributed.get_rank())
+    if states.is_file():
+        _restore_random_states(torch.load(states, weights_only=False))
+    else:
+        _seed_random_states(seed + distributed.get_rank())
+    return saved
+
+
+def layout_change(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    """What is different in the layout of the ranks, in words; None where a checkpoint is loaded as it was written."""
+    changes = [f"{words} {saved[key]} to {current[key]}" for key, words in LAYOUT.items() if saved[key] != current[key]]
+    return ", ".join(changes) or None
+
+
+def _is_loaded_as_it_is(saved: dict[str, Any], current: dict[str, Any]) -> bool:
+    # At stage 0 every rank holds everything, so their number does not matter.
+    return saved["zero_stage"] == current["zero_stage"] and (
+        saved["zero_stage"] == 0 or saved["ranks"] == current["ranks"]
+    )
+
+
+def _load_engine(engine: Any, folder: Path, *, has_adapter: bool) -> None:
     loaded, _ = engine.load_checkpoint(
         str(folder), tag=DEEPSPEED_TAG, load_lr_scheduler_states=False, load_module_strict=not has_adapter
     )
     if loaded is None:
         raise RunDirectoryError(f"the learner checkpoint in {folder} lacks DeepSpeed's files in {DEEPSPEED_TAG}/")
-    states = torch.load(folder / _random_state_file(distributed.get_rank()), weights_only=False)
-    _restore_random_states(states)
-    return saved
+
+
+def _load_universal(engine: Any, folder: Path, *, has_adapter: bool) -> None:
+    settings = [{key: value for key, value in g.items() if key != "params"} for g in engine.optimizer.param_groups]
+    # DeepSpeed takes this from its configuration when it starts, and looks at it when it loads and at no other time.
+    # Starting with it would mean to know what is loaded before anything is.
+    engine._config.load_universal_checkpoint = True
+    try:
+        _load_engine(engine, folder, has_adapter=has_adapter)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    # At stage 3 it gives all groups the settings of the first one, weight decay among them, and one count of steps,
+    # which each of them would then advance.
+    for group, values in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(values)
+    for state in engine.basic_optimizer.state.values():
+        state["step"] = torch.as_tensor(state["step"]).clone()
 
 
 def _compare(saved: dict[str, Any], current: dict[str, Any], folder: Path) -> None:
     # Where nothing is said of it, every rank had whole weights.
     saved = {"tensor_parallel": 1, **saved}
-    for key, words in COMPARED.items():
+    change = layout_change(saved, current)
+    if change is not None and saved["tensor_parallel"] > 1:
+        raise RunDirectoryError(
+            f"checkpoint {folder} has weights in pieces (training.tensor_parallel {saved['tensor_parallel']}), and "
+            f"goes on with the layout it was written with only; this run changes {change}"
+        )
+    if saved["zero_stage"] != current["zero_stage"] and 0 in (saved["zero_stage"], current["zero_stage"]):
+        raise RunDirectoryError(
+            f"checkpoint {folder} was written with ZeRO stage {saved['zero_stage']}, this run has ZeRO stage "
+            f"{current['zero_stage']}: stages 1, 2 and 3 can go over into each other, and 0 into none; set "
+            f"training.zero_stage to {saved['zero_stage'] or 0}"
+        )
+    for key, words in (("tensor_parallel", "training.tensor_parallel"), ("dtype", "type"), ("lora", "LoRA adapter")):
         if saved[key] != current[key]:
             raise RunDirectoryError(
                 f"checkpoint {folder} was written with {words} {saved[key]}, this run has {words} {current[key]}; "
@@ -195,3 +245,9 @@ def _restore_random_states(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     if "cuda" in states:
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _seed_random_states(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -34,6 +34,13 @@ def deepspeed_config(training: TrainingConfig, *, dtype: str, device: str) -> di
             "overlap_comm": device == "cuda",
         },
     }
+    host_memory = {"device": "cpu", "pin_memory": device == "cuda"}
+    if training.offload_optimizer:
+        config["zero_optimization"]["offload_optimizer"] = host_memory
+        # Else DeepSpeed insists on its own AdamW for CPUs, which is compiled at the first start; see optimizer.py.
+        config["zero_force_ds_cpu_optimizer"] = False
+    if training.offload_parameters:
+        config["zero_optimization"]["offload_param"] = host_memory
     if dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
         # Gradients of micro-batches are added up in float32: in bfloat16 small ones would be lost.

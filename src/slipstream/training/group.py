@@ -92,13 +92,14 @@ class LearnerGroup:
         """Write everything that training needs to go on bit for bit."""
         self._on_all("save", str(folder))
 
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
-        self._on_all("load", str(folder))
+    def load(self, folder: Path) -> str | None:
+        """Read what `save` wrote; returns what is different in the layout of the ranks since then, in words."""
+        change: str | None = self._on_all("load", str(folder))[0]
+        return change
 
-    def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
-        self._on_all("export", str(folder))
+    def export(self, folder: Path, *, live: bool = False) -> None:
+        """Write the model as a Hugging Face folder: the average of its weights where one is kept and not `live`."""
+        self._on_all("export", str(folder), live)
 
     def _on_shares(self, method: str, examples: Sequence[TrainingExample], *arguments: Any) -> list[Any]:
         shares = self._plan(examples)

@@ -18,7 +18,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,15 @@ from slipstream.models.lora import (
 from slipstream.models.router import router_loss_coefficient
 from slipstream.models.stored_weights import model_tensors
 from slipstream.models.verification import require_divisible_rows
+from slipstream.training.average import WeightAverage
 from slipstream.training.batch import MicroBatch, ModelInput, RowShare, make_micro_batch
-from slipstream.training.checkpoint import export_model, load_checkpoint, save_checkpoint, storage_errors
+from slipstream.training.checkpoint import (
+    export_model,
+    layout_change,
+    load_checkpoint,
+    save_checkpoint,
+    storage_errors,
+)
 from slipstream.training.deepspeed_config import deepspeed_config, tensor_parallel_config
 from slipstream.training.mesh import Mesh
 from slipstream.training.optimizer import make_optimizer, set_learning_rate, take_step
@@ -174,6 +181,8 @@ class LearnerRank:
         """Put DeepSpeed's engine around the module, which it divides among the ranks."""
         spec, model, group = self._spec, module.model, self._tensor_group
         shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(model).items()}
+        # With those of an adapter. Later, under ZeRO stage 3, parameters are empty.
+        self._all_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if group is not None:
             config |= tensor_parallel_config(model.config, spec.training, path=spec.model_path, key=spec.model_key)
             # Where DeepSpeed looks for the number of heads.
@@ -189,6 +198,9 @@ class LearnerRank:
             pieces = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named_weights(model).items()}
             shards = TensorShards(group, shapes, pieces)
         self._weights = WholeWeights(model, shapes, is_partitioned=spec.training.zero_stage == 3, shards=shards)
+        self._average: WeightAverage | None = None
+        if spec.training.ema_decay is not None:
+            self._average = WeightAverage(model, spec.training.ema_decay, self._weights)
 
     def shutdown(self) -> None:
         """Release the weight channel and the engine; safe at any time. The process group goes with the process."""
@@ -248,6 +260,8 @@ class LearnerRank:
         gradient_norm = take_step(self._engine, self._spec.training.zero_stage, self._tensor_group)
         self._optimizer_step += 1
         skipped = not math.isfinite(gradient_norm)
+        if self._average is not None and not skipped:
+            self._average.update()
         metrics: dict[str, Any] = totals.metrics() | {
             "gradient_norm": math.nan if skipped else gradient_norm,
             "learning_rate": learning_rate,
@@ -429,34 +443,52 @@ class LearnerRank:
         """Write everything that training needs to go on bit for bit. Raises TrainingError if the disk is full."""
         has_adapter = self._spec.lora is not None
         save_checkpoint(self._engine, Path(folder), description=self._describe(), has_adapter=has_adapter)
+        if self._average is not None:
+            self._average.save(Path(folder))
         if self._reference is not None:
             self._reference.save(Path(folder))
 
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote. Raises RunDirectoryError for another model, rank count, stage or type."""
-        has_adapter = self._spec.lora is not None
-        saved = load_checkpoint(self._engine, Path(folder), description=self._describe(), has_adapter=has_adapter)
+    def load(self, folder: str) -> str | None:
+        """Read what `save` wrote; returns what is different in the layout of the ranks since then, in words.
+
+        Raises RunDirectoryError for another model or type, and for a layout that it cannot be converted to.
+        """
+        current, has_adapter = self._describe(), self._spec.lora is not None
+        saved = load_checkpoint(
+            self._engine, Path(folder), description=current, seed=self._spec.seed, has_adapter=has_adapter
+        )
         self._optimizer_step = saved["optimizer_step"]
+        if self._average is not None:
+            self._average.load(Path(folder))
         if self._reference is not None:
             self._reference.load(Path(folder))
+        return layout_change(saved, current)
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: str, live: bool = False) -> None:
         """Write a Hugging Face folder, from rank 0: of a policy a causal language model, of a critic a classifier.
 
-        An adapter is merged into it, and lies beside it in `adapter/` as peft writes it.
+        An adapter is merged into it, and lies beside it in `adapter/` as peft writes it. Where an average of the
+        weights is kept, the folder has that, or with `live` the weights themselves.
 
         Raises TrainingError if the disk is full.
         """
+        averaged = nullcontext() if self._average is None or live else self._average.in_place()
+        with averaged:
+            self._export(folder)
+
+    def _export(self, folder: str) -> None:
         tensors = model_tensors(self._engine.module.model)
         state = {name: tensor.cpu() for name, tensor in tensors.items() if name not in self._weights.shapes}
         for name, tensor in self._weights.each_parameter():
             if self._spec.rank == 0:
                 state[name] = tensor.cpu().clone()
+        model, path, lora = self._engine.module.model, self._spec.model_path, self._spec.lora
         if self._spec.rank == 0:
-            model, path, lora = self._engine.module.model, self._spec.model_path, self._spec.lora
             export_model(model, Path(folder), state=state, model_path=path)
-            if lora is not None:
-                with storage_errors(Path(folder), "the adapter"):
+        if lora is not None:
+            learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            with self._weights.gathered(learned), storage_errors(Path(folder), "the adapter"):
+                if self._spec.rank == 0:
                     save_adapter(model, Path(folder) / ADAPTER_FOLDER, config=lora, model_path=path)
         distributed.barrier()
 
@@ -471,9 +503,7 @@ class LearnerRank:
             "dtype": self._dtype,
             "has_adapter": self._spec.lora is not None,
             "lora": None if self._spec.lora is None else self._spec.lora.model_dump(),
-            "shapes": {name: list(p.shape) for name, p in self._engine.module.model.named_parameters()}
-            if self._spec.lora is not None
-            else {name: list(shape) for name, shape in self._weights.shapes.items()},
+            "shapes": {name: list(shape) for name, shape in self._all_shapes.items()},
         }
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from slipstream.models.lora import merged_weights, named_weights
+from slipstream.models.lora import adapter_factors, merged_weights, named_weights
 from slipstream.models.stored_weights import StoredWeight, model_tensors, stored_weights
 from slipstream.training.tensor_shards import Shape, TensorShards
 from slipstream.weights.channel import WeightSender, open_sender
@@ -30,18 +30,31 @@ class WholeWeights:
         """`is_partitioned`: under ZeRO stage 3. `shards`: which weights are in pieces, None for none."""
         self.model = model
         self.shapes = shapes
-        self._is_partitioned = is_partitioned
+        self.is_partitioned = is_partitioned
         self._shards = shards
+
+    def gathered(
+        self, parameters: Sequence[torch.Tensor], *, changed_by: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Within it parameters are whole but for tensor shards, as they always are but under ZeRO stage 3.
+
+        `changed_by`: the rank whose values all have afterwards; None where nothing is changed.
+        """
+        if not self.is_partitioned:
+            return nullcontext()
+        import deepspeed
+
+        found: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+            list(parameters), modifier_rank=changed_by
+        )
+        return found
 
     @contextmanager
     def parameters(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
         """Parameters by name, for the time being."""
-        import deepspeed
-
         parameters = named_weights(self.model)
         chosen = {name: parameters[name] for name in names}
-        gathered = deepspeed.zero.GatheredParameters(list(chosen.values())) if self._is_partitioned else nullcontext()
-        with gathered:
+        with self.gathered([*chosen.values(), *adapter_factors(self.model, names).values()]):
             found = {name: parameter.detach() for name, parameter in chosen.items()}
             if self._shards is not None:
                 found = {name: self._shards.whole(name, piece) for name, piece in found.items()}

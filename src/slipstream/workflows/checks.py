@@ -35,6 +35,7 @@ from slipstream.data.columns import Layout, name_columns
 from slipstream.data.source import FILE_TYPES, Row, load_rows
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirectoryError, SlipstreamError
 from slipstream.import_path import check_function
+from slipstream.models.quantization import require_trainable_weights
 from slipstream.observe.run_directory import RunDirectory, differences_text, parse_config, require_run_or_empty
 from slipstream.rewards.function import check_reward_spec
 from slipstream.workflows.model_facts import (
@@ -114,6 +115,8 @@ def check_model(config: RLConfig | SupervisedConfig | AnsweringConfig) -> None:
     folder = _check_folder(config.model.path)
     if folder is None:
         return
+    if isinstance(config, RLConfig | SupervisedConfig):
+        require_trainable_weights(read_json(folder / "config.json"), path=config.model.path, key="model.path")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"model.path: folder {config.model.path!r} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}: "

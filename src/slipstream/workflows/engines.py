@@ -188,7 +188,8 @@ def _critic_spec(config: RLConfig) -> LearnerSpec:
         role="critic",
         model_path=config.model.path if path is None else path,
         model_key="model.path" if path is None else "critic.path",
-        training=config.training.model_copy(update={"learning_rate": config.critic.learning_rate}),
+        # The critic is not exported, so nobody would see its average.
+        training=config.training.model_copy(update={"learning_rate": config.critic.learning_rate, "ema_decay": None}),
         total_optimizer_steps=_optimizer_steps(config, waits_for_critic=False),
         load_reference=False,
         router_loss_coefficient=None,

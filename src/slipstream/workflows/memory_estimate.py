@@ -29,6 +29,9 @@ RAY_BASE_BYTES = 300 * MEBIBYTE
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2}
 FLOAT32_BYTES = 4
 ADAM_MOMENTS = 2
+WEIGHTS_IN_HOST_MEMORY = "weights in host memory"
+OPTIMIZER_IN_HOST_MEMORY = "optimizer in host memory"
+AVERAGE = "average of the weights"
 # Matrices of [logits_chunk_tokens, vocabulary] in float32 that exist at once: logits, log-softmax, their gradient.
 LOGITS_COPIES = 3
 
@@ -78,6 +81,7 @@ def estimate_memory(
             parts = _scoring_parts(config, reward_model or model, dtype)
         elif actor.role == "critic" and isinstance(config, RLConfig):
             parts = _training_parts(config, critic or model, dtype, has_adapter=False)
+            parts.pop(AVERAGE, None)  # a critic keeps none
         processes.append(ProcessMemory(actor.name, actor.role, parts))
     return [*processes, ProcessMemory("Ray", None, {"base": RAY_BASE_BYTES})]
 
@@ -114,24 +118,34 @@ def rank_parameters(model: ModelFacts, tensor_parallel: int) -> int:
 def learner_state_bytes(
     model: ModelFacts, training: TrainingConfig, *, dtype: str, learned: int | None = None
 ) -> dict[str, int]:
-    """Weights, gradients and AdamW states of one rank under ZeRO (arXiv 1910.02054, section 5).
+    """Weights, gradients and optimizer states of one rank under ZeRO (arXiv 1910.02054, section 5).
 
     A stage partitions over the ranks that average gradients: 1 the optimizer states, 2 the gradients too, 3 the weights
     too. From stage 1 on DeepSpeed keeps a float32 master copy of the weights, even of float32 weights; at stage 0 only
     of bfloat16 ones. Tensor-parallel ranks have a share of the layers and all of the embeddings. `learned` parameters
-    have gradients and states; None for all.
+    have gradients and states; None for all. What is offloaded has a part of its own name; with the optimizer's states
+    it holds the gradients in float32 that they are updated with.
     """
     parameters = rank_parameters(model, training.tensor_parallel)
     learned = parameters if learned is None else learned
     width = BYTES_OF_DTYPE[dtype]
     ranks = training.data_parallel * training.sequence_parallel
     master = learned * FLOAT32_BYTES if training.zero_stage >= 1 or dtype != "float32" else 0
-    optimizer = learned * FLOAT32_BYTES * ADAM_MOMENTS + master
-    return {
-        "weights": parameters * width // (ranks if training.zero_stage == 3 else 1),
+    # Muon has one moment for the matrices of the blocks, which are nearly all.
+    moments = 1 if training.optimizer == "muon" else ADAM_MOMENTS
+    optimizer = learned * FLOAT32_BYTES * moments + master
+    if training.offload_optimizer:
+        optimizer += learned * FLOAT32_BYTES
+    weights_name = WEIGHTS_IN_HOST_MEMORY if training.offload_parameters else "weights"
+    optimizer_name = OPTIMIZER_IN_HOST_MEMORY if training.offload_optimizer else "optimizer"
+    states = {
+        weights_name: parameters * width // (ranks if training.zero_stage == 3 else 1),
         "gradients": learned * width // (ranks if training.zero_stage >= 2 else 1),
-        "optimizer": optimizer // (ranks if training.zero_stage >= 1 else 1),
+        optimizer_name: optimizer // (ranks if training.zero_stage >= 1 else 1),
     }
+    if training.ema_decay is not None:
+        states[AVERAGE] = learned * FLOAT32_BYTES // ranks
+    return states
 
 
 def activation_bytes(

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,8 @@ class RLRun(TrainingRun):
     def _keep(self, best: Best | None) -> None:
         """Keep the policy of this step, of which there is a checkpoint, where it is the best so far."""
         if best is not None:
-            self.records.keep_best(best, self.learner.export)
+            # What was evaluated, and not the average of it and its predecessors.
+            self.records.keep_best(best, partial(self.learner.export, live=True))
 
     def _close_groups(self, groups: Sequence[Group], batch: TrainingBatch, metrics: dict[str, dict[str, Any]]) -> None:
         """Enter in the ledger what became of the groups; each belongs to one of the batch's optimizer steps."""

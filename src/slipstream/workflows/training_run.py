@@ -85,7 +85,12 @@ class TrainingRun:
                 "or is rendered differently: starting from its beginning"
             )
         for name, group in self._learners().items():
-            group.load(checkpoint / name)
+            change = group.load(checkpoint / name)
+            if change is not None:
+                logger.warning(
+                    f"the checkpoint of the {name} was converted: {change}; results agree with those of the layout "
+                    "before but for rounding, and ranks that are new have random states from the seed"
+                )
         logger.info("resumed", step=self.step, checkpoint=str(checkpoint))
 
     def save_if_due(self, *, needed: bool = False) -> None:
