@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ class Result:
 
 def main() -> None:
     """Measure every comparison that is asked for."""
-    arguments = parse_arguments()
+    arguments = parse_arguments(sys.argv[1:])
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(arguments, PACKED_ATTENTION).save_pretrained(folder)
@@ -82,7 +83,7 @@ def main() -> None:
     print(json.dumps({"benchmark": "parallel", "threads": arguments.threads, "results": results}, default=asdict))
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--comparisons", nargs="+", choices=tuple(COMPARISONS), default=tuple(COMPARISONS))
@@ -93,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2, help="Of each process; those of `ring` have one.")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def packing(folder: str, arguments: argparse.Namespace) -> dict[str, dict[str, Result]]:
