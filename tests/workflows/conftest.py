@@ -26,7 +26,7 @@ from slipstream.observe.timeline import read_timeline
 
 SLIPSTREAM = [sys.executable, "-m", "slipstream.cli"]
 MARK = "SLIPSTREAM_TEST_RUN"
-RUN_LIMIT_S = 240.0
+RUN_LIMIT_S = 400.0
 
 REWARDS = '''\
 """Reward functions of the tests."""
