@@ -177,6 +177,8 @@ def test_an_engine_that_cannot_be_made_is_named(session: Any) -> None:
         def __init__(self) -> None:
             raise ValueError("the model is gone")
 
+        def start(self) -> None: ...
+
         def shutdown(self) -> None: ...
 
     engine = session.start_engine("learner rank 0", Unmakeable, cpus=0.01)

@@ -78,5 +78,5 @@ def test_the_summary_on_disk_is_the_one_printed(evaluation: Any) -> None:
 def test_an_evaluation_has_nothing_to_resume(evaluation: Any) -> None:
     bench, _ = evaluation
     process = bench.command("resume", "evaluation")
-    assert process.finish() == 2
-    assert "error: " in process.stderr and "Traceback" not in process.stderr
+    assert process.finish() == 0
+    assert "is complete" in process.stderr and "nothing to resume" in process.stderr

@@ -74,9 +74,9 @@ def check_config(config: Workflow, *, reward: Callable[..., Any] | None = None) 
         scores: ScoredUnit = "answers" if config.supervision == "pairs" else "steps"
         require_start(config.model.path, key="model.path", scores=scores)
     check_lengths(config, model_limit(config.model.path))
+    _check_sources(config, prefix="", reward=reward)
     if isinstance(config, RLConfig | SupervisedConfig):
         check_tensor_layout(config)
-    _check_sources(config, prefix="", reward=reward)
 
 
 def check_output_dir(config: Workflow) -> None:
