@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cluster.calls import LOG_TAIL_LINES, RemoteEngine, fetch, gather
+from slipstream.cluster.calls import LOG_TAIL_LINES, RemoteEngine, fetch, gather, has_next, next_reference
 from slipstream.cluster.session import await_engines
 from slipstream.errors import EngineError, RewardError
 
@@ -61,6 +61,20 @@ def test_a_stream_yields_and_then_raises_as_a_call_does(engines: list[RemoteEngi
     assert [fetch(call, next(call.reference)) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(EngineError, match="rollout engine 0: count raised ValueError: out of numbers"):
         fetch(call, next(call.reference))
+
+
+def test_a_stream_says_whether_more_is_there_without_waiting_for_it(engines: list[RemoteEngine]) -> None:
+    engine = engines[0]
+    busy, call = engine.submit("sleep", 1), engine.stream("count", 2)
+    assert not has_next(call), "nothing has come"
+    gather([busy, engine.submit("echo", 0)], deadline_s=FOREVER_S)
+    taken = []
+    while has_next(call):
+        reference = next_reference(call)
+        taken.append(reference)
+    assert [fetch(call, reference) for reference in taken[:2]] == [0, 1]
+    assert len(taken) == 3, "the error it ended with is the last thing that is there"
+    assert not has_next(call)
 
 
 def test_the_log_tail_is_the_end_of_what_this_engine_wrote(engines: list[RemoteEngine]) -> None:

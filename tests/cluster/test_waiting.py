@@ -75,3 +75,13 @@ def test_looking_takes_a_tenth_of_the_time_at_most(looks: Looks) -> None:
     # The last look has no rest behind it yet.
     assert time.monotonic() - began >= 10 * 5 * 0.005
     assert time.thread_time() - computed < 0.5 * (time.monotonic() - began)
+
+
+def test_a_look_is_recent_for_a_moment_whatever_it_found(looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
+    lookout = Lookout()
+    assert not lookout.is_recent, "there was none"
+    for timeout_s in (0.0, 0.2):  # also one that was long in waiting
+        lookout.wait(["a"], timeout_s)
+        assert lookout.is_recent
+    monkeypatch.setattr(calls_module, "LOOK_LASTS_S", 0.0)
+    assert not lookout.is_recent

@@ -251,6 +251,7 @@ class StreamReference:
         chance.shuffle(self.values)
         # Taken from the end.
         self.values.sort(key=lambda result: -len(result.sample.tokens))
+        self.chance = chance
 
     def __next__(self) -> Reference:
         if self.is_dead:
@@ -259,6 +260,9 @@ class StreamReference:
             self.is_over = True
             raise StopIteration
         return Reference(self.values.pop())
+
+    def next_ready(self) -> bool:
+        return self.is_dead or (bool(self.values) and self.chance.random() < 0.5)
 
 
 class EngineStandIn:

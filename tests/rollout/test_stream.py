@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.cluster import calls as calls_module
 from slipstream.errors import EngineError, RewardError
 from slipstream.rollout.stream import RolloutStream
 
@@ -263,8 +264,46 @@ def test_looking_for_arrivals_costs_as_much_for_each_response_however_many_engin
             return references[:num_returns], []
 
         monkeypatch.setattr(ray, "wait", wait)
-        rollouts = make_world(engines=engines).rollouts(groups_per_step=engines)
+        world = make_world(engines=engines)
+        monkeypatch.setattr(world.chance, "random", lambda: 1.0)  # an engine never has two at a time
+        rollouts = world.rollouts(groups_per_step=engines)
         responses = [t for group in rollouts.take(engines) for t in group.trajectories]
         return sum(lengths) / len(responses)
 
     assert looked_at(64) == looked_at(4)
+
+
+def test_responses_that_are_there_are_all_taken_after_one_look(
+    make_world: Worlds, arrivals: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine's call has hundreds of them: a look for each, and a rest after it, was most of a step."""
+    import ray
+
+    looks: list[int] = []
+
+    def wait(references: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        looks.append(len(references))
+        return references[:num_returns], []
+
+    world = make_world(engines=1)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(world.chance, "random", lambda: 0.0)  # whatever is asked for is there
+    monkeypatch.setattr(calls_module, "LOOK_LASTS_S", 60.0)
+    groups = world.rollouts(groups_per_step=50).take(50)
+    assert sum(len(group.trajectories) for group in groups) == 100
+    assert looks == [1, 101], "at the call, and at its end beside the hundred rewards"
+
+
+def test_a_look_does_not_last(make_world: Worlds, arrivals: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that always have more must not keep the stream from noticing the one that hangs."""
+    world = make_world(engines=1)
+    rollouts = world.rollouts(groups_per_step=4)
+    monkeypatch.setattr(world.chance, "random", lambda: 0.0)
+    with rollouts.unchanging():
+        rollouts._issue()
+    stream = rollouts.stream
+    for lasts_s, has_more in ((60.0, True), (0.0, False)):
+        monkeypatch.setattr(calls_module, "LOOK_LASTS_S", lasts_s)
+        stream.next_group()
+        [generating] = stream._generating
+        assert stream.has_more(generating) is has_more

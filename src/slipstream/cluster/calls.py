@@ -29,6 +29,8 @@ NAMED_ENGINES = 6
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # A look at what is waited for is followed by a rest of so many times as long.
 LOOK_REST = 10.0
+# How long after a look more may be taken from the streams that it found, before the next look at everything.
+LOOK_LASTS_S = 0.05
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes into an engine's log for its own use."""
 
@@ -235,13 +237,20 @@ class Lookout:
 
     def __init__(self) -> None:
         self._rests_until = 0.0
+        self._looked = -LOOK_LASTS_S
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether what the last look found may still be drained: not for ever, as whoever waits has other duties."""
+        return time.monotonic() - self._looked < LOOK_LASTS_S
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         """See `wait_for_some`."""
         time.sleep(max(0.0, self._rests_until - time.monotonic()))
         computed = time.thread_time()
         ready = wait_for_some(references, timeout_s)
-        self._rests_until = time.monotonic() + LOOK_REST * (time.thread_time() - computed)
+        self._looked = time.monotonic()
+        self._rests_until = self._looked + LOOK_REST * (time.thread_time() - computed)
         return ready
 
 
@@ -285,6 +294,16 @@ def next_reference(call: PendingCall) -> Any | None:
         return None
     except RayError as error:
         raise _translated(call, error) from error
+
+
+def has_next(call: PendingCall) -> bool:
+    """Whether a call of `stream` has yielded something more that is there already. False at its end."""
+    from ray.exceptions import RayError
+
+    try:
+        return bool(call.reference.next_ready())
+    except RayError:
+        return True  # `next_reference` says what went wrong.
 
 
 def _translated(call: PendingCall, error: Exception) -> SlipstreamError:

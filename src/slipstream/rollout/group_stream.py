@@ -21,6 +21,7 @@ from slipstream.cluster.calls import (
     PendingCall,
     RemoteEngine,
     fetch,
+    has_next,
     log_text,
     next_reference,
 )
@@ -209,7 +210,11 @@ class GroupStream:
                     if self.generators.restarts.bring_weights():
                         self.supervise()
                     self._arrived.extend(self.lookout.wait(self.references(), LOOK_S))
-        return self.receive(self._arrived.popleft())
+        reference = self._arrived.popleft()
+        group = self.receive(reference)
+        if self.has_more(reference):
+            self._arrived.append(reference)
+        return group
 
     def references(self) -> list[Any]:
         """What may be waited for, by the `lookout`; `receive` takes one that is ready."""
@@ -231,6 +236,15 @@ class GroupStream:
             self.generators.restarts.report(arrived.call, loss)
             self._recover()
         return None
+
+    def has_more(self, reference: Any) -> bool:
+        """Whether `receive` may be called for it once more at once: its engine has given another response already.
+
+        An engine's responses end by the dozen, and each look at all that is waited for costs time. False when the look
+        is some time ago: then it is time for another one, and to supervise.
+        """
+        generation = self._generating.get(reference)
+        return generation is not None and self.lookout.is_recent and has_next(generation.call)
 
     def supervise(self) -> None:
         """Look after the engines: report those that are silent too long, and ask the successors of those lost.

@@ -12,7 +12,7 @@ nothing else is done.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -235,16 +235,20 @@ class RolloutStream:
                         if self._is_closing:
                             return
                         references = self.stream.references()
-                    arrived = self.stream.lookout.wait(references, PUMP_LOOKS_S)
-                    for reference in arrived:
+                    arrived = deque(self.stream.lookout.wait(references, PUMP_LOOKS_S))
+                    has_news = bool(arrived)
+                    while arrived:
                         # One at a time: the loop must not wait until hundreds have been taken.
                         with self._changed:
                             if self._is_closing:
                                 return
+                            reference = arrived.popleft()
                             self._pump_one(reference)
+                            if self.stream.has_more(reference):
+                                arrived.append(reference)
                     with self._changed:
                         self._supervise()
-                        if arrived or not wait.whom:
+                        if has_news or not wait.whom:
                             wait.renew(self.stream.awaited())
         except BaseException as failure:  # Whatever it is: the loop is to end with it.
             with self._changed:
