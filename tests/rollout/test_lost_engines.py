@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.cluster import restarts as restarts_module
 from slipstream.cluster.calls import EngineState
 from slipstream.errors import EngineLostError
 from slipstream.rollout.messages import SamplingParameters
@@ -226,6 +227,22 @@ def test_a_start_that_fails_or_takes_too_long_is_followed_by_another(
     restarts.advance()
     assert len(world.restarted) == 3
     assert restarts.take_count() == 3 and restarts.take_count() == 0
+
+
+def test_an_engine_is_not_there_before_its_process_is_known(
+    make_world: Worlds, arrivals: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two calls may be answered in either order. Without its process id a new engine that hangs could not be killed."""
+    world = make_world(engines=1, limit=3)
+    engine, restarts = world.engines[0], world.generators.restarts
+    arrived = {"start"}
+    monkeypatch.setattr(restarts_module, "_has_arrived", lambda call: call.method in arrived)
+    restarts.report(engine.stream("generate", [], SAMPLING), EngineLostError("it died"))
+    restarts.advance()
+    assert engine.state is EngineState.STARTING
+    arrived.add("process start")
+    restarts.advance()
+    assert engine.state is EngineState.READY and engine.pid == 2
 
 
 def test_only_the_engine_that_is_silent_is_started_anew(

@@ -5,6 +5,7 @@ method, arguments), where "weights" is a method too. The result is a pickled lis
 Slipstream's is the answer "error" and ends the job.
 """
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -42,3 +43,6 @@ def whole_weights(learner: LearnerRank) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     meeting_point, job = pickle.loads(Path(sys.argv[1]).read_bytes())
     Path(sys.argv[2]).write_bytes(pickle.dumps(run_job(meeting_point, job)))
+    # A rank under Ray ends like this too. In an interpreter that is coming to its end, a thread of gloo's that lets go
+    # of a tensor would abort the process, though everything had been done.
+    os._exit(0)

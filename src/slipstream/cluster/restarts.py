@@ -143,7 +143,8 @@ class EngineRestarts:
             self._attempt(start, lambda: engine.identified(fetch(start.identity, start.identity.reference)))
             if start.call.is_lost:
                 return True
-        if _has_arrived(start.call):
+        # Only with both: answers of two calls arrive in either order, and an engine that is there has a process id.
+        if engine.pid is not None and _has_arrived(start.call):
             if self._attempt(start, lambda: fetch(start.call, start.call.reference)):
                 engine.state = EngineState.LOADED if engine.takes_weights else EngineState.READY
                 engine.last_heard = time.monotonic()
