@@ -65,8 +65,11 @@ def remove_remains_of_dead_runs() -> None:
 
 
 def posix_segments() -> set[Path]:
-    """Segments with the names Python's shared_memory gives; vLLM leaves some behind when it is killed."""
-    return set(Path("/dev/shm").glob("psm_*"))
+    """Segments with the names that Python's shared_memory and vLLM's collectives give.
+
+    vLLM leaves some behind when it is killed; those of collectives only while it starts.
+    """
+    return {path for pattern in ("psm_*", "vllm_dist_*") for path in Path("/dev/shm").glob(pattern)}
 
 
 def remove_unused_posix_segments(candidates: set[Path]) -> None:
