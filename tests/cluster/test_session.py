@@ -93,6 +93,17 @@ def test_only_segments_that_nobody_has_mapped_are_removed() -> None:
     used.unlink()
 
 
+def test_what_vllm_leaves_is_found_by_its_names_message_queues_and_memory_of_collectives() -> None:
+    left = [Path("/dev/shm") / name for name in ("psm_slipstream_left", "vllm_dist_slipstream_left-tp:0-cpushm_0")]
+    for path in left:
+        path.touch()
+    try:
+        assert set(left) <= remains.posix_segments()
+    finally:
+        for path in left:
+            path.unlink()
+
+
 # ---------------------------------------------------------------- the watchdog
 
 

@@ -106,6 +106,14 @@ def test_a_damaged_weight_stops_the_publish(monkeypatch: pytest.MonkeyPatch) -> 
         publisher.publish(1)
 
 
+def test_every_worker_of_an_engine_is_compared_and_the_one_that_differs_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher, _ = make_publisher(monkeypatch, checksums=[{"weight": 1}, {"weight": 2}])
+    with pytest.raises(WeightSyncError, match="^engine, worker 1 received weight 'weight' damaged"):
+        publisher.publish(1)
+
+
 @pytest.mark.parametrize("probe", [PROBE + 2e-4, np.array([np.nan, -2.0], np.float32)])
 def test_an_engine_that_computes_something_else_stops_the_publish(monkeypatch: pytest.MonkeyPatch, probe: Any) -> None:
     publisher, _ = make_publisher(monkeypatch, probe=probe)

@@ -17,6 +17,8 @@ from pathlib import Path
 RUN_ID_VARIABLE = "SLIPSTREAM_RUN_ID"
 TEMPORARY_PREFIX = "slipstream-ray-"
 SHARED_MEMORY_PREFIX = "slipstream-"
+# How the names of the memory begin through which vLLM's workers reduce and gather on CPU.
+COLLECTIVES_PREFIX = "vllm_dist_"
 LEFTOVER_GRACE_S = 3.0
 
 
@@ -69,7 +71,7 @@ def posix_segments() -> set[Path]:
 
     vLLM leaves some behind when it is killed; those of collectives only while it starts.
     """
-    return {path for pattern in ("psm_*", "vllm_dist_*") for path in Path("/dev/shm").glob(pattern)}
+    return {path for prefix in ("psm_", COLLECTIVES_PREFIX) for path in Path("/dev/shm").glob(f"{prefix}*")}
 
 
 def remove_unused_posix_segments(candidates: set[Path]) -> None:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from slipstream.cluster.remains import COLLECTIVES_PREFIX
+from slipstream.cluster.session import LOOPBACK, LOOPBACK_INTERFACE
 from slipstream.data.tokenizer import end_token_ids, load_tokenizer
 from slipstream.data.trajectory import FloatArray, IntArray, Sample
 from slipstream.errors import EngineError, EngineLostError, SlipstreamError, WeightSyncError
@@ -50,9 +52,6 @@ CPU_SHUTDOWN_GRACE_S = 2.0
 CPU_TOKENS_PER_PASS = 4096
 # vLLM's default block on CPU has 128 tokens: prompts shorter than that would never be shared within a group.
 CPU_BLOCK_TOKENS = 32
-LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
-# How the names of the memory begin through which vLLM's workers reduce and gather on CPU.
-COLLECTIVES_PREFIX = "vllm_dist_"
 
 
 def vllm_environment(spec: RolloutEngineSpec) -> dict[str, str]:
@@ -394,8 +393,7 @@ class VLLMEngine:
         try:
             while not (await asyncio.wait({task}, timeout=CORE_CHECK_S))[0]:
                 if engine.errored:
-                    dead = "process" if self._spec.tensor_parallel == 1 else "process, or a worker of it,"
-                    raise EngineLostError(f"{self._name} failed ({what}): vLLM's EngineCore {dead} has died")
+                    raise EngineLostError(self._death(what))
                 if time.monotonic() > deadline:
                     raise EngineLostError(
                         f"{self._name}: vLLM's EngineCore did not answer within {timeout_s:.0f} s ({what})"
@@ -407,8 +405,13 @@ class VLLMEngine:
         except SlipstreamError:
             raise
         except Exception as error:
-            kind = EngineLostError if engine.errored else EngineError
-            raise kind(f"{self._name} failed ({what}): {_first_line(error)}") from error
+            if engine.errored:
+                raise EngineLostError(self._death(what)) from error
+            raise EngineError(f"{self._name} failed ({what}): {_first_line(error)}") from error
+
+    def _death(self, what: str) -> str:
+        process = "process" if self._spec.tensor_parallel == 1 else "process, or a worker of it,"
+        return f"{self._name} failed ({what}): vLLM's EngineCore {process} has died"
 
 
 def _start_engine(spec: RolloutEngineSpec) -> "AsyncLLM":
