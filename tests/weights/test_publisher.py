@@ -110,7 +110,7 @@ def test_every_worker_of_an_engine_is_compared_and_the_one_that_differs_is_named
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publisher, _ = make_publisher(monkeypatch, checksums=[{"weight": 1}, {"weight": 2}])
-    with pytest.raises(WeightSyncError, match="^engine, worker 1 received weight 'weight' damaged"):
+    with pytest.raises(WeightSyncError, match=r"^engine, worker 1 received weight 'weight' damaged"):
         publisher.publish(1)
 
 
