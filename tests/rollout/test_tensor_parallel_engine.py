@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,28 @@ def program(tied_model: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def started(program: Any, run: Any, make_spec: Any, tied_model: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes of the engine write to standard error."""
+    return tmp_path_factory.mktemp("log") / "stderr"
+
+
+@contextmanager
+def standard_error_of_children(path: Path) -> Iterator[None]:
+    """Processes that are started meanwhile write there."""
+    before = os.dup(2)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+@pytest.fixture(scope="module")
+def started(
+    program: Any, run: Any, make_spec: Any, tied_model: Path, log: Path
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The engine and what its start says; the last test kills a worker of it."""
     from slipstream.rollout.vllm_engine import VLLMEngine, vllm_environment
 
@@ -55,7 +77,8 @@ def started(program: Any, run: Any, make_spec: Any, tied_model: Path) -> Iterato
         for name, value in vllm_environment(spec).items():
             patch.setenv(name, value)
         engine = VLLMEngine(spec)
-        facts = run(engine.start())
+        with standard_error_of_children(log):
+            facts = run(engine.start())
         yield engine, facts
         run(engine.shutdown())
 
@@ -241,7 +264,7 @@ def test_kill_9_of_an_engine_takes_its_engine_core_and_workers_along_and_its_sta
 
 
 def test_a_killed_worker_is_the_loss_of_its_engine_and_leaves_nothing(
-    engine: Any, facts: dict[str, Any], run: Any, capfd: pytest.CaptureFixture[str]
+    engine: Any, facts: dict[str, Any], run: Any, log: Path
 ) -> None:
     async def generate_and_kill() -> list[Any]:
         async def generate() -> list[Any]:
@@ -256,7 +279,7 @@ def test_a_killed_worker_is_the_loss_of_its_engine_and_leaves_nothing(
     with pytest.raises(EngineLostError, match=r"^rollout engine 1 \(vllm\) failed .* or a worker of it, has died"):
         run(generate_and_kill())
     assert time.monotonic() - began < 10
-    assert f"worker 1 (process {facts['workers'][1]}) died: exit code -9" in capfd.readouterr().err
+    assert f"worker 1 (process {facts['workers'][1]}) died: exit code -9" in log.read_text()
     assert all_gone(facts["core_processes"], 10)
     with pytest.raises(EngineLostError):
         run(engine.probe(PROMPT))
