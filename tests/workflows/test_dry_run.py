@@ -210,7 +210,7 @@ def test_workers_that_share_an_engine_are_shown_and_what_they_cannot_share_is_re
     run = [f"--model.path={tiny_policy}", "--data.max_prompt_tokens=32", "--rollout.max_response_tokens=8"]
     plan = dry_run(rl(*run, "--rollout.engines=2", "--rollout.tensor_parallel=2"), machine=MACHINE)
     text = shown(plan)
-    assert "Rollout: 4 workers = 2 engines with different prompts x 2 workers that share the weights" in text
+    assert "Rollout: 4 workers = 2 that answer different prompts x 2 that share the weights" in text
     assert text.index("rollout engine 0, worker 1") < text.index("rollout engine 1")
     with pytest.raises(
         ConfigError, match=r"^rollout\.tensor_parallel \(3\) does not divide the 2 attention heads .*parallel 2$"

@@ -71,7 +71,7 @@ class RolloutConfig(Section):
         if "" in self.stop:
             raise ValueError("stop must not hold an empty string: it would end every response before it begins")
         if self.engine == "transformers" and self.tensor_parallel > 1:
-            found = f"found {self.tensor_parallel}: set engine to vllm, or have several engines with engines"
+            found = f"found {self.tensor_parallel}: set engine to vllm, or raise engines instead"
             raise ValueError(f"tensor_parallel must be 1 for engine transformers, which is one process, {found}")
         return self
 

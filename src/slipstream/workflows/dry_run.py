@@ -310,8 +310,7 @@ def _workers_text(rollout: RolloutConfig) -> str:
     """How the workers of the rollout engines are arranged."""
     engines, width = rollout.engines, rollout.tensor_parallel
     return (
-        f"Rollout: {engines * width} workers = {engines} engines with different prompts x {width} workers that share "
-        "the weights"
+        f"Rollout: {engines * width} workers = {engines} that answer different prompts x {width} that share the weights"
     )
 
 
