@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from slipstream.cluster.remains import COLLECTIVES_PREFIX
+from slipstream.cluster.remains import COLLECTIVES_PREFIX, posix_segments_of
 from slipstream.cluster.session import LOOPBACK, LOOPBACK_INTERFACE
 from slipstream.data.tokenizer import end_token_ids, load_tokenizer
 from slipstream.data.trajectory import FloatArray, IntArray, Sample
@@ -97,7 +97,7 @@ class VLLMEngine:
         self._spans: dict[str, list[tuple[int, int]]] = {}
         self._token_counts: dict[str, int] = {}
         self._plan: WeightPlan | None = None
-        self._shared_memory: list[str] = []
+        self._shared_memory: list[Path] = []
         self._end_tokens: tuple[int, ...] = ()
         self._vocabulary_size = 0
         self._generated_tokens = 0
@@ -121,18 +121,18 @@ class VLLMEngine:
         self._vocabulary_size = self._engine.model_config.get_vocab_size()
         workers, parents = zip(*await self._worker_call("slipstream_die_with_parent"), strict=True)
         core_processes = sorted({*workers, *parents} - {os.getpid()})
-        self._shared_memory = _shared_memory_of([os.getpid(), *core_processes])
+        self._shared_memory = posix_segments_of([os.getpid(), *core_processes])
         for path in self._shared_memory:
-            if Path(path).name.startswith(COLLECTIVES_PREFIX):
+            if path.name.startswith(COLLECTIVES_PREFIX):
                 # All workers have it mapped by now; a name that is gone cannot be left behind by one that is killed.
-                Path(path).unlink()
+                path.unlink()
         return {
             "engine": "vllm",
             "seconds": time.monotonic() - began,
             "pid": os.getpid(),
             "core_processes": core_processes,
             "workers": list(workers),
-            "shared_memory": self._shared_memory,
+            "shared_memory": [str(path) for path in self._shared_memory],
             "end_token_ids": list(self._end_tokens),
             "vocabulary_size": self._vocabulary_size,
             "memory_bytes": _memory_bytes(),
@@ -251,7 +251,7 @@ class VLLMEngine:
             grace_s = CPU_SHUTDOWN_GRACE_S if self._spec.device == "cpu" else None
             await asyncio.to_thread(engine.shutdown, grace_s)
         for path in self._shared_memory:
-            Path(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         self._shared_memory = []
 
     async def _admit(
@@ -451,30 +451,6 @@ def _start_engine(spec: RolloutEngineSpec) -> "AsyncLLM":
             "distributed_executor_backend": "slipstream.rollout.vllm_executor.BoundExecutor",
         }
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**(settings | spec.options)))
-
-
-def _shared_memory_of(processes: Sequence[int]) -> list[str]:
-    """Files in /dev/shm that these processes have by now (semaphores, message queues): a killed one leaves them.
-
-    Segments of ours are not among them: the learner makes and removes those.
-    """
-    mapped = set()
-    for process in processes:
-        for line in Path(f"/proc/{process}/maps").read_text().splitlines():
-            # address, permissions, offset, device, inode, path. A semaphore is mapped under a passing name before it
-            # gets its own, so the inode is what identifies the file.
-            columns = line.split(maxsplit=5)
-            if columns[-1].startswith("/dev/shm/"):
-                mapped.add(int(columns[4]))
-    names = [path for prefix in ("sem.mp-", "psm_", COLLECTIVES_PREFIX) for path in Path("/dev/shm").glob(f"{prefix}*")]
-    return sorted(str(path) for path in names if _inode(path) in mapped)
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
 
 
 def _memory_bytes() -> int:
