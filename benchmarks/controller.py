@@ -93,13 +93,13 @@ class SimulatedRolloutHost:
 
     async def generate(
         self, index: int, requests: Sequence[GroupRequest], _sampling: SamplingParameters
-    ) -> AsyncIterator[ResponseResult]:
+    ) -> AsyncIterator[list[ResponseResult]]:
         """Each response after its delay. The versions of its tokens are those of its beginning and of its end."""
         began, first_version = time.monotonic(), self._versions.get(index, 0)
         responses = [(_delay(r.seed, sample), r, sample) for r in requests for sample in range(r.samples)]
         for delay, request, sample in sorted(responses, key=lambda response: response[0]):
             await asyncio.sleep(began + delay - time.monotonic())
-            yield ResponseResult(request.group_id, sample, self._sample(index, first_version, request.seed, delay))
+            yield [ResponseResult(request.group_id, sample, self._sample(index, first_version, request.seed, delay))]
 
     async def begin_update(self, _index: int) -> None:
         """Nothing stands still: what is simulated takes no time."""

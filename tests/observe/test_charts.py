@@ -47,6 +47,16 @@ def test_more_curves_than_colours_are_all_drawn() -> None:
     assert all(f">curve {index}<" in svg for index in range(9))
 
 
+@pytest.mark.parametrize("curves", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("letters", [2, 12, 40])
+def test_a_legend_is_not_cut(curves: int, letters: int) -> None:
+    svg = draw(Chart("x", [Curve(f"{index}" * letters, [(1, 1.0), (2, index)]) for index in range(curves)]))
+    [width] = re.findall(r'viewBox="0 0 ([0-9.]+) ', svg)
+    for index in range(curves):
+        [start] = re.findall(rf'x="([0-9.]+)"[^>]*>{str(index) * letters}<', svg)
+        assert float(start) + 6.0 * letters < float(width), "a digit is wider than 6"
+
+
 def test_labels_are_text_not_markup_and_not_formulas() -> None:
     svg = draw(Chart("x", [Curve("<script>$a_1$", [(1, 1.0), (2, 1.0)]), Curve("b", [(1, 1.0)])], "<b>"))
     assert "<script>" not in svg and "&lt;script&gt;$a_1$" in svg and "<b>" not in svg

@@ -156,7 +156,7 @@ def collect(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
     def call(engine: Any, requests: Any, sampling: Any) -> dict[str, Any]:
         async def gather() -> list[ResponseResult]:
-            return [result async for result in engine.generate(requests, sampling)]
+            return [result async for results in engine.generate(requests, sampling) for result in results]
 
         return by_group(run(gather()))
 
@@ -242,7 +242,7 @@ def fetch_stand_in(call: PendingCall, reference: Reference) -> Any:
 
 
 class StreamReference:
-    """Stands for the reference of a call that yields; responses end in random order."""
+    """Stands for the reference of a call that yields; responses end in random order, one or several together."""
 
     def __init__(self, values: Sequence[Any], chance: random.Random) -> None:
         self.values = list(values)
@@ -259,7 +259,9 @@ class StreamReference:
         if not self.values:
             self.is_over = True
             raise StopIteration
-        return Reference(self.values.pop())
+        together = 1 + int(3 * self.chance.random())
+        taken, self.values = self.values[-together:], self.values[:-together]
+        return Reference(taken[::-1])
 
     def next_ready(self) -> bool:
         return self.is_dead or (bool(self.values) and self.chance.random() < 0.5)

@@ -44,7 +44,8 @@ async def serve(engine: object) -> None:
                     result.sample.tokens.tolist(),
                     result.sample.log_probs.tolist(),
                 )
-                async for result in engine.generate(requests, SamplingParameters(1.0, 12))  # type: ignore[attr-defined]
+                async for results in engine.generate(requests, SamplingParameters(1.0, 12))  # type: ignore[attr-defined]
+                for result in results
             }
             print(json.dumps({"facts": facts, "samples": found}), flush=True)
         except EngineError as error:

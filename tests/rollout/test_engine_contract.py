@@ -203,7 +203,8 @@ def test_two_calls_at_a_time_both_get_their_answers(engine: Any, run: Any) -> No
     async def both() -> list[set[str]]:
         async def one(name: str) -> set[str]:
             requests = [request(f"{name}-{index}") for index in range(4)]
-            return {result.group_id async for result in engine.generate(requests, sampling(20))}
+            ended = [results async for results in engine.generate(requests, sampling(20))]
+            return {result.group_id for results in ended for result in results}
 
         return await asyncio.gather(one("first"), one("second"))
 

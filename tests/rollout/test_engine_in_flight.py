@@ -71,7 +71,7 @@ def generate_with_updates(run: Any, engine: Any, make_update: Any, models: Any) 
 
     async def both() -> list[Any]:
         async def generate() -> list[Any]:
-            return [result async for result in engine.generate(REQUESTS, SAMPLING)]
+            return [result async for results in engine.generate(REQUESTS, SAMPLING) for result in results]
 
         generating = asyncio.ensure_future(generate())
         for version, model in enumerate(models[1:], start=1):
@@ -115,7 +115,7 @@ def test_new_prompts_take_nothing_cached_by_responses_that_began_earlier(
 
     async def both() -> tuple[list[Any], list[Any]]:
         async def generate(sampling: SamplingParameters) -> list[Any]:
-            return [result async for result in engine.generate(REQUESTS, sampling)]
+            return [result async for results in engine.generate(REQUESTS, sampling) for result in results]
 
         first = asyncio.ensure_future(generate(SAMPLING))
         await asyncio.sleep(PAUSE_S)
@@ -138,7 +138,7 @@ def test_a_probe_is_answered_while_responses_are_under_way(
 ) -> None:
     async def both() -> tuple[list[Any], Any, int]:
         async def generate() -> list[Any]:
-            return [result async for result in engine.generate(REQUESTS, SAMPLING)]
+            return [result async for results in engine.generate(REQUESTS, SAMPLING) for result in results]
 
         generating = asyncio.ensure_future(generate())
         await asyncio.sleep(PAUSE_S)
@@ -154,7 +154,7 @@ def test_a_probe_is_answered_while_responses_are_under_way(
 
 def test_responses_come_one_by_one_as_they_end(engine: Any, run: Any, models: Any) -> None:
     async def generate() -> list[Any]:
-        return [result async for result in engine.generate(REQUESTS, SAMPLING)]
+        return [result async for results in engine.generate(REQUESTS, SAMPLING) for result in results]
 
     results = run(generate())
     lengths = [len(result.sample.tokens) for result in results]
@@ -170,7 +170,7 @@ def test_what_is_under_way_ends_with_an_update_that_failed(
 
     async def both() -> None:
         async def generate() -> list[Any]:
-            return [result async for result in engine.generate(REQUESTS, SAMPLING)]
+            return [result async for results in engine.generate(REQUESTS, SAMPLING) for result in results]
 
         generating = asyncio.ensure_future(generate())
         await asyncio.sleep(PAUSE_S)

@@ -143,9 +143,10 @@ def test_an_asynchronous_run_brings_weights_while_it_waits_for_groups_and_not_wh
 
 
 def test_rewards_of_an_attempt_that_was_lost_are_not_for_the_next_one(
-    make_world: Worlds, arrivals: random.Random
+    make_world: Worlds, arrivals: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world(engines=1, limit=1)
+    monkeypatch.setattr(world.chance, "random", lambda: 0.0)  # one ends after the other
     world.reward.reward_of = lambda trajectory: float(len(world.restarted))
     rollouts = world.rollouts(groups_per_step=1)
     issue(rollouts)

@@ -50,14 +50,19 @@ def test_the_seed_of_a_group_does_not_depend_on_its_engine(make_world: Worlds, a
     assert len(set(seeds[0].values())) == 4
 
 
-def test_rewards_and_their_parts_arrive_with_their_trajectories(make_world: Worlds, arrivals: random.Random) -> None:
-    world = make_world()
+@pytest.mark.parametrize(("share", "calls"), [(0.0, 8), (0.9, 4)])
+def test_rewards_and_their_parts_arrive_with_their_trajectories(
+    make_world: Worlds, arrivals: random.Random, monkeypatch: pytest.MonkeyPatch, share: float, calls: int
+) -> None:
+    """Responses that end by themselves are scored by themselves; those of a group that end together, together."""
+    world = make_world(engines=4)
+    monkeypatch.setattr(world.chance, "random", lambda: share)
     for group in world.rollouts().take(4):
         assert [trajectory.reward for trajectory in group.trajectories] == [1.0] * SAMPLES
         assert all(trajectory.reward_parts == {"part": 1.0} for trajectory in group.trajectories)
         assert {trajectory.group_id for trajectory in group.trajectories} == {group.group_id}
-    assert world.spans.count(("reward engine", "score")) == 4 * SAMPLES
-    assert {lane for lane, name in world.spans if name == "generate"} == {"rollout engine 0", "rollout engine 1"}
+    assert world.spans.count(("reward engine", "score")) == calls
+    assert {lane for lane, name in world.spans if name == "generate"} == {engine.name for engine in world.engines}
 
 
 def test_a_synchronous_step_leaves_nothing_in_flight(make_world: Worlds, arrivals: random.Random) -> None:

@@ -36,8 +36,8 @@ sys.exit(main({arguments}))
 SHORTER_CONTEXT = """
     async def generate(self, requests, sampling):
         self._spec = replace(self._spec, max_sequence_tokens=4)
-        async for response in super().generate(requests, sampling):
-            yield response
+        async for responses in super().generate(requests, sampling):
+            yield responses
 """
 BROKEN_SAMPLER = """
     def _generate_batch(self, *arguments):

@@ -138,7 +138,7 @@ class PlainRun:
         sampling = SamplingParameters(rollout.temperature, rollout.max_response_tokens, stop=tuple(rollout.stop))
         [engine] = engines.generators.engines
         call = engine.stream("generate", requests, sampling)
-        results = [fetch(call, reference) for reference in call.reference]
+        results = [result for reference in call.reference for result in fetch(call, reference)]
         answers = {(result.group_id, result.sample_index): result.sample for result in results}
         groups = [
             Group(

@@ -16,6 +16,7 @@ PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
 # Curves past the palette take its colours again, in another style.
 LINE_STYLES = ("-", "--", ":", "-.")
 MAX_TICKS = 7
+MAX_LEGEND_COLUMNS = 4
 # Stands for the page's text colour while Matplotlib draws, which knows real colours only.
 TEXT_COLOR = "#010203"
 FIGURE_INCHES = (4.5, 2.6)
@@ -106,12 +107,26 @@ def _render(chart: Chart | Histogram) -> str:
     else:
         _draw_curves(axes, chart)
     if len(chart.groups if isinstance(chart, Histogram) else chart.curves) > 1:
-        figure.legend(
-            loc="outside upper left", ncols=4, frameon=False, handlelength=1.2, columnspacing=1.2, borderaxespad=0.1
-        )
+        _add_legend(figure)
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return text.getvalue()
+
+
+def _add_legend(figure: Any) -> None:
+    """A legend of as many columns, four at most, as the figure is wide enough for."""
+    for columns in range(MAX_LEGEND_COLUMNS, 0, -1):
+        legend = figure.legend(
+            loc="outside upper left",
+            ncols=columns,
+            frameon=False,
+            handlelength=1.2,
+            columnspacing=1.2,
+            borderaxespad=0.1,
+        )
+        if legend.get_window_extent().width <= figure.bbox.width or columns == 1:
+            return
+        legend.remove()
 
 
 def _draw_curves(axes: Any, chart: Chart) -> None:

@@ -8,7 +8,7 @@ many may be under way (admission), and what is done with the answers.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from slipstream.rollout.messages import (
     SamplingParameters,
 )
 from slipstream.weights.plan import WeightPlan
+
+Item = TypeVar("Item")
 
 
 class RolloutEngine(Protocol):
@@ -39,8 +41,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(self, requests: Sequence[GroupRequest], sampling: SamplingParameters) -> AsyncIterator[ResponseResult]:
-        """Answer all requests; yields each response when it has ended. Called by the rollout loop.
+    def generate(
+        self, requests: Sequence[GroupRequest], sampling: SamplingParameters
+    ) -> AsyncIterator[list[ResponseResult]]:
+        """Answer all requests; yields responses when they have ended. Called by the rollout loop.
+
+        Those that end together come together, since each message between processes takes longer than a short answer.
 
         All requests of one call are admitted before the first token is decoded and the engine starts from an empty
         prefix cache, so on one kind of machine tokens and log-probs are, bit for bit, a function of requests, sampling
@@ -144,6 +150,14 @@ def response_limit(request: GroupRequest, sampling: SamplingParameters, spec: Ro
 def missing_buckets(plan: WeightPlan | None, loaded: set[int]) -> list[int]:
     """Indices of the plan's buckets that have not been loaded."""
     return [index for index in range(len(plan.buckets) if plan else 0) if index not in loaded]
+
+
+async def taken(queue: asyncio.Queue[Item]) -> list[Item]:
+    """Wait for something in a queue; returns all that is in it by then."""
+    items = [await queue.get()]
+    while not queue.empty():
+        items.append(queue.get_nowait())
+    return items
 
 
 class UpdateGate:

@@ -1,7 +1,8 @@
-"""Prompts in flight: from a rollout engine's responses, one by one, to scored groups.
+"""Prompts in flight: from a rollout engine's responses, as they end, to scored groups.
 
-A response goes on to scoring when it has ended, whatever the others of its group are still at; a group is complete
-when its last response is scored. How many prompts are in flight is for others to say.
+A response goes on to scoring when it has ended, whatever the others of its group are still at; those of a group that
+end together are scored by one call. A group is complete when its last response is scored. How many prompts are in
+flight is for others to say.
 
 What an engine had under way that died or hung is asked for again, from whole groups: to keep the answers that had come
 would favour short ones. The reward engine's successor scores what the old one had not.
@@ -231,7 +232,7 @@ class GroupStream:
         try:
             if isinstance(arrived, _Scoring):
                 return self._receive_rewards(reference, arrived)
-            self._receive_response(arrived)
+            self._receive_responses(arrived)
         except EngineLostError as loss:
             self.generators.restarts.report(arrived.call, loss)
             self._recover()
@@ -333,24 +334,33 @@ class GroupStream:
         waiting_for = {request.group_id: 1 if asks_baselines else request.samples for request in requests}
         self._generating[call.reference] = _Generation(call, requests, waiting_for, asks_baselines)
 
-    def _receive_response(self, generation: _Generation) -> None:
+    def _receive_responses(self, generation: _Generation) -> None:
+        """Take the responses that ended together; those of a group go on to scoring together."""
         call = generation.call
         reference = next_reference(call)
         if reference is None:
             self._end_call(generation)
             return
-        result: ResponseResult = fetch(call, reference)
+        results: list[ResponseResult] = fetch(call, reference)
         call.engine.last_heard = time.monotonic()
+        ended: dict[str, list[Trajectory]] = {}
+        for result in results:
+            self._count(generation, result)
+            index = BASELINE_INDEX if generation.asks_baselines else result.sample_index
+            group = self._groups.get(result.group_id)
+            # What was asked for again, beside something else, may be there already.
+            if group is not None and index not in group.trajectories:
+                ended.setdefault(result.group_id, []).append(self._add(group, result, index))
+        for group_id, trajectories in ended.items():
+            self._score(self._groups[group_id], trajectories)
+
+    def _count(self, generation: _Generation, result: ResponseResult) -> None:
+        """One response less to wait for."""
         generation.waiting[result.group_id] -= 1
         if not generation.waiting[result.group_id]:
             del generation.waiting[result.group_id]
-            end = time.time()
-            self.generators.timeline.add(call.engine.name, "generate", start=end - result.sample.seconds, end=end)
-        index = BASELINE_INDEX if generation.asks_baselines else result.sample_index
-        group = self._groups.get(result.group_id)
-        # What was asked for again, beside something else, may be there already.
-        if group is not None and index not in group.trajectories:
-            self._add(group, result, index)
+            end, engine = time.time(), generation.call.engine.name
+            self.generators.timeline.add(engine, "generate", start=end - result.sample.seconds, end=end)
 
     def _end_call(self, generation: _Generation) -> None:
         call = generation.call
@@ -365,12 +375,12 @@ class GroupStream:
             else:
                 self._repeat(generation)
 
-    def _add(self, group: _OpenGroup, result: ResponseResult, index: int) -> None:
-        """Put a response in its place, and on its way to the reward engine."""
+    def _add(self, group: _OpenGroup, result: ResponseResult, index: int) -> Trajectory:
+        """Put a response in its place; returns it as a trajectory."""
         tokenizer = self.generators.tokenizer
         trajectory = single_turn_trajectory(group.occurrence, result.sample, sample_index=index, tokenizer=tokenizer)
         group.trajectories[index] = trajectory
-        self._score(group, [trajectory])
+        return trajectory
 
     def _score(self, group: _OpenGroup, trajectories: list[Trajectory]) -> None:
         if self._groups.get(group.occurrence.group_id) is not group:

@@ -31,7 +31,7 @@ from slipstream.data.tokenizer import end_token_ids, load_tokenizer
 from slipstream.data.trajectory import FloatArray, IntArray, Sample
 from slipstream.errors import EngineError, SlipstreamError, WeightSyncError
 from slipstream.models.stored_weights import StoredWeight, model_tensors, stored_weights
-from slipstream.rollout.engine import UpdateGate, check_requests, check_tokens, missing_buckets, response_limit
+from slipstream.rollout.engine import UpdateGate, check_requests, check_tokens, missing_buckets, response_limit, taken
 from slipstream.rollout.messages import (
     EngineStatistics,
     GroupRequest,
@@ -86,7 +86,7 @@ class TransformersEngine:
 
     async def generate(
         self, requests: Sequence[GroupRequest], sampling: SamplingParameters
-    ) -> AsyncIterator[ResponseResult]:
+    ) -> AsyncIterator[list[ResponseResult]]:
         """See `RolloutEngine.generate`."""
         vocabulary_size = self._running().config.get_text_config().vocab_size
         check_requests(requests, sampling, self._spec, vocabulary_size=vocabulary_size)
@@ -105,13 +105,16 @@ class TransformersEngine:
         for start in range(0, len(responses), self._spec.max_concurrent_sequences):
             batch = responses[start : start + self._spec.max_concurrent_sequences]
             async with self._batches, aclosing(self._batch(batch, sampling)) as finished:
-                async for ended in finished:
-                    self._generated_tokens += len(ended.tokens)
-                    sample = _sample(ended, time.monotonic() - began)
-                    yield ResponseResult(ended.group_id, ended.sample_index, sample)
+                async for together in finished:
+                    self._generated_tokens += sum(len(ended.tokens) for ended in together)
+                    seconds = time.monotonic() - began
+                    yield [
+                        ResponseResult(ended.group_id, ended.sample_index, _sample(ended, seconds))
+                        for ended in together
+                    ]
 
-    async def _batch(self, batch: list[Response], sampling: SamplingParameters) -> AsyncGenerator[Response]:
-        """Generate a batch in a thread; yields each response when it has ended, and stops if its caller leaves."""
+    async def _batch(self, batch: list[Response], sampling: SamplingParameters) -> AsyncGenerator[list[Response]]:
+        """Generate a batch in a thread; yields responses when they have ended, and stops if its caller leaves."""
         async with self._gate.generating():
             pass  # An update that is under way ends first, and one that failed raises here.
         began = time.monotonic()
@@ -126,8 +129,12 @@ class TransformersEngine:
         )
         work.add_done_callback(lambda _: ended.put_nowait(None))
         try:
-            while (response := await ended.get()) is not None:
-                yield response
+            is_over = False
+            while not is_over:
+                arrived = await taken(ended)
+                is_over = arrived[-1] is None
+                if together := [response for response in arrived if response is not None]:
+                    yield together
         finally:
             left.set()
             await asyncio.wait([work])

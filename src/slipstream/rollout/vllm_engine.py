@@ -26,7 +26,7 @@ from slipstream.cluster.session import LOOPBACK, LOOPBACK_INTERFACE
 from slipstream.data.tokenizer import end_token_ids, load_tokenizer
 from slipstream.data.trajectory import FloatArray, IntArray, Sample
 from slipstream.errors import EngineError, EngineLostError, SlipstreamError, WeightSyncError
-from slipstream.rollout.engine import UpdateGate, check_requests, check_tokens, response_limit
+from slipstream.rollout.engine import UpdateGate, check_requests, check_tokens, response_limit, taken
 from slipstream.rollout.messages import (
     EngineStatistics,
     GroupRequest,
@@ -140,7 +140,7 @@ class VLLMEngine:
 
     async def generate(
         self, requests: Sequence[GroupRequest], sampling: SamplingParameters
-    ) -> AsyncIterator[ResponseResult]:
+    ) -> AsyncIterator[list[ResponseResult]]:
         """See `RolloutEngine.generate`."""
         self._running()
         check_requests(requests, sampling, self._spec, vocabulary_size=self._vocabulary_size)
@@ -149,8 +149,14 @@ class VLLMEngine:
         try:
             tasks = await self._admit(requests, sampling)
             self._under_way += len(tasks)
-            for finished in asyncio.as_completed(tasks):
-                yield await finished
+            ended: asyncio.Queue[asyncio.Task[ResponseResult]] = asyncio.Queue()
+            for task in tasks:
+                task.add_done_callback(ended.put_nowait)
+            left = len(tasks)
+            while left:
+                together = await taken(ended)
+                left -= len(together)
+                yield [task.result() for task in together]
         finally:
             for task in tasks:
                 task.cancel()
