@@ -202,7 +202,8 @@ def test_responses_under_way_go_on_with_the_new_weights_and_each_token_has_its_v
 
     async def generate_with_update() -> list[Any]:
         async def generate() -> list[Any]:
-            return [result async for result in engine.generate(REQUESTS, SamplingParameters(1.0, 100))]
+            answers = engine.generate(REQUESTS, SamplingParameters(1.0, 100))
+            return [result async for results in answers for result in results]
 
         generating = asyncio.ensure_future(generate())
         await asyncio.sleep(UNDER_WAY_S)
@@ -268,7 +269,8 @@ def test_a_killed_worker_is_the_loss_of_its_engine_and_leaves_nothing(
 ) -> None:
     async def generate_and_kill() -> list[Any]:
         async def generate() -> list[Any]:
-            return [result async for result in engine.generate(REQUESTS, SamplingParameters(1.0, 100))]
+            answers = engine.generate(REQUESTS, SamplingParameters(1.0, 100))
+            return [result async for results in answers for result in results]
 
         generating = asyncio.ensure_future(generate())
         await asyncio.sleep(UNDER_WAY_S)
