@@ -104,9 +104,9 @@ class SimulatedRolloutHost:
     async def begin_update(self, _index: int) -> None:
         """Nothing stands still: what is simulated takes no time."""
 
-    async def load_bucket(self, _index: int, plan: WeightPlan, bucket: int) -> dict[str, int]:
+    async def load_bucket(self, _index: int, plan: WeightPlan, bucket: int) -> list[dict[str, int]]:
         """The checksums that the learner sends."""
-        return _checksums(plan, bucket)
+        return [_checksums(plan, bucket)]
 
     async def finish_update(self, index: int, version: int) -> None:
         """Tokens from here on have that version."""
@@ -248,7 +248,7 @@ class SimulatedRun(RLRun):
         publisher = WeightPublisher(
             learner,
             engines,
-            open_channel=lambda receivers: ChannelAddress("shared_memory", session.run_id, receivers=len(receivers)),
+            open_channel=lambda receivers: ChannelAddress("shared_memory", session.run_id, receivers=tuple(receivers)),
             restarts=restarts,
             bucket_bytes=config.weights.bucket_bytes,
             verify=True,

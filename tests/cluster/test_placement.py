@@ -33,6 +33,7 @@ def rl(
     sequence: int = 1,
     tensor: int = 1,
     engines: int = 1,
+    width: int = 1,
     workers: int = 1,
     algorithm: str = "grpo",
     reward: dict | None = None,
@@ -44,7 +45,7 @@ def rl(
         model=MODEL,
         data=DATA,
         reward=RewardConfig(**(reward or {"function": "math"}), workers=workers),
-        rollout=RolloutConfig(engines=engines, threads=threads.get("rollout")),
+        rollout=RolloutConfig(engines=engines, tensor_parallel=width, threads=threads.get("rollout")),
         algorithm=AlgorithmConfig(preset=algorithm),  # type: ignore[arg-type]
         training=TrainingConfig(
             data_parallel=ranks // (sequence * tensor),
@@ -55,8 +56,8 @@ def rl(
     )
 
 
-def evaluation(*, engines: int, reward_model: str | None = None) -> EvaluateConfig:
-    rollout = RolloutConfig(engines=engines)
+def evaluation(*, engines: int, width: int = 1, reward_model: str | None = None) -> EvaluateConfig:
+    rollout = RolloutConfig(engines=engines, tensor_parallel=width)
     reward = RewardConfig(function="math", model=reward_model)
     return EvaluateConfig(
         output_dir="o", model=MODEL, reward=reward, rollout=rollout, evaluation=EvaluationConfig(data=DATA)
@@ -102,6 +103,15 @@ def test_ranks_and_engines_divide_the_cores_among_themselves() -> None:
     placement = plan_placement(rl(ranks=2, engines=4), cpus=8, gpus=0)
     assert [actor.threads for actor in placement.of_role("learner")] == [4, 4]
     assert [actor.threads for actor in placement.of_role("rollout")] == [2, 2, 2, 2]
+
+
+def test_the_workers_of_engines_divide_the_cores_like_engines_of_one() -> None:
+    placement = plan_placement(rl(engines=2, width=2), cpus=8, gpus=0)
+    assert [actor.name for actor in placement.of_role("rollout")] == ["rollout engine 0", "rollout engine 1"]
+    assert [actor.threads for actor in placement.of_role("rollout")] == [2, 2]
+    assert placement.of_role("learner")[0].threads == 8
+    alone = plan_placement(evaluation(engines=1, width=4), cpus=8, gpus=0)
+    assert alone.of_role("rollout")[0].threads == 2
 
 
 def test_configured_threads_are_taken_as_they_are() -> None:
@@ -166,6 +176,26 @@ def test_a_reward_model_has_a_gpu_of_its_own_only_where_one_is_left(gpus: int, s
         assert (placement.of_role("rollout")[0].gpus, placement.of_role("reward_model")[0].gpus) == shares
 
 
+@pytest.mark.parametrize(("gpus", "shares"), [(4, (1.0, 2.0, 1.0)), (3, (0.95, 2.0, 0.05))])
+def test_an_engine_of_two_workers_has_two_whole_gpus(gpus: int, shares: tuple[float, ...]) -> None:
+    placement = plan_placement(rl(width=2, reward={"model": "m"}), cpus=8, gpus=gpus)
+    roles = ("learner", "rollout", "reward_model")
+    assert tuple(placement.of_role(role)[0].gpus for role in roles) == shares  # type: ignore[arg-type]
+
+
+def test_an_engine_of_several_workers_shares_no_gpu_and_is_refused_with_the_nearest_that_fits() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_placement(rl(ranks=2, engines=2, width=2), cpus=8, gpus=4)
+    assert str(caught.value) == (
+        "training.data_parallel (2) x training.sequence_parallel (1) x training.tensor_parallel (1) and "
+        "rollout.engines (2) x rollout.tensor_parallel (2) need 6 GPUs, this machine has 4; the nearest that fits is "
+        "training.data_parallel 2, training.sequence_parallel 1, training.tensor_parallel 1, rollout.engines 1, "
+        "rollout.tensor_parallel 2"
+    )
+    with pytest.raises(ConfigError, match=r"need 3 GPUs, .* nearest that fits is rollout\.engines 1, .*parallel 1$"):
+        plan_placement(evaluation(engines=1, width=2, reward_model="m"), cpus=8, gpus=2)
+
+
 def test_more_gpus_wanted_than_there_are_is_an_error_that_names_the_keys_and_the_nearest_that_fits() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_placement(rl(ranks=4, engines=1), cpus=8, gpus=2)
@@ -197,30 +227,35 @@ def test_the_nearest_layout_keeps_the_ranks_that_share_weights_where_it_can_and_
 
 
 def place(placement: Placement, gpus: int, data: st.DataObject) -> dict[str, int]:
-    """The GPU of each actor, placed in their order like Ray does: on any GPU with room, whichever `data` draws."""
+    """The GPU of each actor, placed in their order like Ray does: on any GPU with room, whichever `data` draws.
+
+    Of an actor with several GPUs, which are whole ones, the last.
+    """
     free = [100] * gpus
     found = {}
     for actor in (actor for actor in placement.actors if actor.gpus):
-        share = round(actor.gpus * 100)
-        places = [gpu for gpu in range(gpus) if free[gpu] >= share]
-        assert places, f"no room for {actor.name}"
-        found[actor.name] = data.draw(st.sampled_from(places), label=actor.name)
-        free[found[actor.name]] -= share
+        pieces = [100] * round(actor.gpus) if actor.gpus > 1 else [round(actor.gpus * 100)]
+        for share in pieces:
+            places = [gpu for gpu in range(gpus) if free[gpu] >= share]
+            assert places, f"no room for {actor.name}"
+            found[actor.name] = data.draw(st.sampled_from(places), label=actor.name)
+            free[found[actor.name]] -= share
     return found
 
 
 @given(
     ranks=st.integers(1, 8),
     engines=st.integers(1, 8),
+    width=st.integers(1, 3),
     gpus=st.integers(1, 24),
     algorithm=st.sampled_from(["grpo", "ppo"]),
     reward=st.sampled_from([{"function": "math"}, {"model": "m"}]),
     data=st.data(),
 )
 def test_wherever_ray_puts_them_all_fit_and_no_two_ranks_of_a_learner_share_a_gpu(
-    ranks: int, engines: int, gpus: int, algorithm: str, reward: dict, data: st.DataObject
+    ranks: int, engines: int, width: int, gpus: int, algorithm: str, reward: dict, data: st.DataObject
 ) -> None:
-    config = rl(ranks=ranks, engines=engines, algorithm=algorithm, reward=reward)
+    config = rl(ranks=ranks, engines=engines, width=width, algorithm=algorithm, reward=reward)
     try:
         placement = plan_placement(config, cpus=8, gpus=gpus)
     except ConfigError:
@@ -264,23 +299,25 @@ def test_ranks_for_which_a_critic_has_no_safe_place_are_refused_with_the_nearest
     sequence=st.integers(1, 4),
     tensor=st.integers(1, 3),
     engines=st.integers(1, 8),
-    gpus=st.integers(2, 12),
+    width=st.integers(1, 3),
+    gpus=st.integers(1, 12),
     algorithm=st.sampled_from(["grpo", "ppo"]),
     max_staleness=st.sampled_from([0, 2]),
 )
 def test_what_is_called_the_nearest_does_fit(
-    data: int, sequence: int, tensor: int, engines: int, gpus: int, algorithm: str, max_staleness: int
+    data: int, sequence: int, tensor: int, engines: int, width: int, gpus: int, algorithm: str, max_staleness: int
 ) -> None:
-    def config(data: int, sequence: int, tensor: int, engines: int) -> RLConfig:
+    def config(data: int, sequence: int, tensor: int, engines: int, width: int = 1) -> RLConfig:
         ranks = data * sequence * tensor
-        made = rl(ranks=ranks, sequence=sequence, tensor=tensor, engines=engines, algorithm=algorithm)
+        made = rl(ranks=ranks, sequence=sequence, tensor=tensor, engines=engines, width=width, algorithm=algorithm)
         return made.model_copy(update={"rollout": made.rollout.model_copy(update={"max_staleness": max_staleness})})
 
     try:
-        plan_placement(config(data, sequence, tensor, engines), cpus=8, gpus=gpus)
+        plan_placement(config(data, sequence, tensor, engines, width), cpus=8, gpus=gpus)
     except ConfigError as error:
         named = re.findall(r"(?:parallel|engines) (\d+)", str(error).partition("the nearest that fits is")[2])
         if not named:
-            assert max_staleness and "needs at least 3" in str(error) and gpus < 3
+            learners = 2 if algorithm == "ppo" else 1
+            assert max_staleness and f"needs at least {learners + 1}" in str(error) and gpus <= learners
             return
         plan_placement(config(*map(int, named)), cpus=8, gpus=gpus)

@@ -1,5 +1,6 @@
 """A session starts Ray or joins it, tells its engines what they need, and removes what it and dead ones left."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -91,6 +92,27 @@ def test_only_segments_that_nobody_has_mapped_are_removed() -> None:
         remains.remove_unused_posix_segments({used, unused})
         assert used.exists() and not unused.exists()
     used.unlink()
+
+
+def test_what_vllm_leaves_is_found_by_its_names_message_queues_and_memory_of_collectives() -> None:
+    left = [Path("/dev/shm") / name for name in ("psm_slipstream_left", "vllm_dist_slipstream_left-tp:0-cpushm_0")]
+    for path in left:
+        path.touch()
+    try:
+        assert set(left) <= remains.posix_segments()
+    finally:
+        for path in left:
+            path.unlink()
+
+
+def test_a_semaphore_in_use_is_known_though_it_is_mapped_under_another_name() -> None:
+    semaphore = multiprocessing.get_context("spawn").Lock()
+    path = Path("/dev/shm") / f"sem.{semaphore._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
+    assert path in remains.posix_segments_of([os.getpid()])
+    unused = path.with_name("sem.mp-slipstream")
+    unused.touch()
+    remains.remove_unused_posix_segments({path, unused})
+    assert path.exists() and not unused.exists()
 
 
 # ---------------------------------------------------------------- the watchdog

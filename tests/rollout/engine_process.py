@@ -1,6 +1,6 @@
 """A program that starts a vLLM engine, answers one call, says what it did as a JSON line, and waits for its end.
 
-Run by test_engine_process.py with a model folder. For each line on standard input it generates again.
+Run with a model folder and the number of workers. For each line on standard input it generates again.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ def main() -> None:
         threads=1,
         seed=0,
         engine_index=1,
+        tensor_parallel=int(sys.argv[2]),
     )
     from slipstream.rollout.vllm_engine import VLLMEngine, vllm_environment
 

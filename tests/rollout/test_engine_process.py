@@ -27,7 +27,7 @@ class EngineProcess:
     def __init__(self, model: Path) -> None:
         self.shared_memory_before = set(os.listdir("/dev/shm"))
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(PROGRAM), str(model), "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def read(self) -> dict[str, Any]:

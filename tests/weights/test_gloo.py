@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,14 @@ def test_a_tensor_of_another_shape_than_planned_is_refused() -> None:
 def test_a_receiver_beyond_the_plan_is_refused() -> None:
     with pytest.raises(WeightSyncError, match=r"rollout engine 1 is no receiver .* planned for rollout engine 0"):
         open_receiver(gloo_plan(receivers=1), 1)
+
+
+def test_workers_of_an_engine_are_named_with_it() -> None:
+    plan = gloo_plan(receivers=2)
+    plan = replace(plan, channel=replace(plan.channel, receivers=(2, 3), workers_per_engine=2))
+    expected = "rollout engine 0, worker 1 is no receiver .* planned for the 2 workers of rollout engine 1$"
+    with pytest.raises(WeightSyncError, match=expected):
+        open_receiver(plan, 1)
 
 
 def test_a_closed_end_says_so() -> None:

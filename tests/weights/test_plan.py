@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import WeightSyncError
-from slipstream.weights.plan import ALIGNMENT_BYTES, DTYPE_BYTES, ChannelAddress, make_plan
+from slipstream.weights.plan import ALIGNMENT_BYTES, DTYPE_BYTES, ChannelAddress, make_plan, receiver_indices
 
 CHANNEL = ChannelAddress("shared_memory", "test")
 shapes = st.lists(
@@ -58,3 +58,12 @@ def test_a_type_that_cannot_travel_is_refused():
 def test_only_gloo_needs_both_sides_at_once():
     assert not CHANNEL.needs_both_sides
     assert ChannelAddress("gloo", "test", port=1).needs_both_sides
+
+
+def test_every_worker_of_every_engine_is_a_receiver_and_has_a_name() -> None:
+    assert receiver_indices([0, 2], 1) == (0, 2)
+    receivers = receiver_indices([0, 2], 2)
+    assert receivers == (0, 1, 4, 5)
+    channel = ChannelAddress("gloo", "run", receivers=receivers, workers_per_engine=2)
+    assert channel.receiver_name(5) == "rollout engine 2, worker 1"
+    assert ChannelAddress("gloo", "run", receivers=(0, 2)).receiver_name(2) == "rollout engine 2"

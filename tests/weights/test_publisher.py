@@ -76,7 +76,7 @@ def make_publisher(
     plan = Plan(both_sides=both_sides)
     learner: Any = SimpleNamespace(ranks=[rank], weight_plan=lambda bucket_bytes, channel: plan)
     learner.submit_fill_bucket = lambda index: [rank.submit("fill_bucket", index)]
-    engine: Any = Answering("engine", journal, load_bucket=sent if checksums is None else checksums, probe=probe)
+    engine: Any = Answering("engine", journal, load_bucket=checksums or [sent], probe=probe)
     restarts: Any = SimpleNamespace(starting=lambda: "", holds_weights=lambda engine, incarnation: None)
     publisher = WeightPublisher(
         learner, [engine], open_channel=lambda receivers: plan.channel, restarts=restarts, bucket_bytes=100,
@@ -101,8 +101,16 @@ def test_engines_pause_take_each_bucket_after_it_was_filled_and_go_on(
 
 
 def test_a_damaged_weight_stops_the_publish(monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher, _ = make_publisher(monkeypatch, checksums={"weight": 2})
+    publisher, _ = make_publisher(monkeypatch, checksums=[{"weight": 2}])
     with pytest.raises(WeightSyncError, match="'weight' damaged"):
+        publisher.publish(1)
+
+
+def test_every_worker_of_an_engine_is_compared_and_the_one_that_differs_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher, _ = make_publisher(monkeypatch, checksums=[{"weight": 1}, {"weight": 2}])
+    with pytest.raises(WeightSyncError, match=r"^engine, worker 1 received weight 'weight' damaged"):
         publisher.publish(1)
 
 
@@ -119,6 +127,6 @@ def test_bfloat16_may_differ_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_verification_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher, journal = make_publisher(monkeypatch, checksums={"weight": 2}, probe=PROBE + 1, verify=False)
+    publisher, journal = make_publisher(monkeypatch, checksums=[{"weight": 2}], probe=PROBE + 1, verify=False)
     assert np.isnan(publisher.publish(1).probe_difference)
     assert not any("probe" in entry for entry in journal)

@@ -189,9 +189,13 @@ def test_a_reward_without_signal_ends_the_run_with_a_message(bench: Any) -> None
 
 
 def test_ppo_with_vllm_trains_every_prompt_once_on_tokens_of_several_versions(bench: Any) -> None:
-    """Critic, old log-probs for two optimizer steps a batch, and a cache that is computed anew at each publish."""
+    """Critic, old log-probs for two optimizer steps a batch, and a cache that is computed anew at each publish.
+
+    The engine's weights are divided among two workers, the learner's are not.
+    """
     changes = {
         "rollout.max_staleness": 1,
+        "rollout.tensor_parallel": 2,
         "rollout.recompute_cache_on_update": True,
         "rollout.max_response_tokens": 16,
         "optimizer_steps_per_batch": 2,

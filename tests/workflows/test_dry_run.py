@@ -17,6 +17,7 @@ from slipstream.config.preference import PreferenceConfig
 from slipstream.config.reward_model import RewardModelConfig
 from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig
 from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.models.tensor_plan import require_equal_pieces
 from slipstream.workflows.dry_run import DryRun, Machine, dry_run, measure_work, print_dry_run, visible_gpus
 
 MACHINE = Machine(cpus=2, gpus=0, memory_bytes=8 << 30, native_bfloat16=False)
@@ -200,6 +201,46 @@ def test_a_model_that_cannot_be_divided_is_refused_with_what_can(files: Path, ti
         ConfigError, match=r"^rl\.training\.tensor_parallel \(5\) is more than .* the policy of policy\.heads has \(4\)"
     ):
         dry_run(pipeline("--rl.training.tensor_parallel=5"), machine=MACHINE)
+
+
+def test_workers_that_share_an_engine_are_shown_and_what_they_cannot_share_is_refused(
+    files: Path, tiny_policy: Path
+) -> None:
+    """Two heads and 128 columns in the policy that is here, four heads in the one that a pipeline will make."""
+    run = [f"--model.path={tiny_policy}", "--data.max_prompt_tokens=32", "--rollout.max_response_tokens=8"]
+    plan = dry_run(rl(*run, "--rollout.engines=2", "--rollout.tensor_parallel=2"), machine=MACHINE)
+    text = shown(plan)
+    assert "Rollout: 4 workers = 2 that answer different prompts x 2 that share the weights" in text
+    assert text.index("rollout engine 0, worker 1") < text.index("rollout engine 1")
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.tensor_parallel \(3\) does not divide the 2 attention heads .*parallel 2$"
+    ):
+        dry_run(rl(*run, "--rollout.tensor_parallel=3"), machine=MACHINE)
+    with pytest.raises(ConfigError, match=r"^rl\.rollout\.tensor_parallel \(3\) does not divide the 4 .*parallel 2$"):
+        dry_run(pipeline("--rl.rollout.tensor_parallel=3"), machine=MACHINE)
+    with pytest.raises(ConfigError, match=r"must be 1 for engine transformers.*found 2: set engine to vllm"):
+        rl("--rollout.tensor_parallel=2", "--rollout.engine=transformers")
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "problem"),
+    [
+        ({"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}, 2, None),
+        ({"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 64}, 8, None),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}, 6, "4 heads of keys and"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 100}, 8, "100 columns of"),
+        ({"text_config": {"num_attention_heads": 9, "num_key_value_heads": 3}}, 2, "9 attention heads"),
+        ({"n_head": 12}, 4, None),
+    ],
+)
+def test_heads_and_columns_are_shared_equally_and_few_heads_of_keys_are_given_to_several(
+    settings: dict, workers: int, problem: str | None
+) -> None:
+    if problem is None:
+        require_equal_pieces(settings, workers, model="m")
+        return
+    with pytest.raises(ConfigError, match=f"does not divide the {problem}"):
+        require_equal_pieces(settings, workers, model="m")
 
 
 def test_gpus_hidden_from_cuda_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

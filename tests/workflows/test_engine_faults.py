@@ -93,6 +93,28 @@ def test_a_killed_engine_core_of_vllm_changes_nothing_in_what_is_learned(bench: 
     assert bench.rollouts("run") == undisturbed.rollouts("run")
 
 
+def test_a_run_whose_learner_and_engine_divide_their_weights_goes_on_after_a_killed_worker(
+    bench: Any, request: pytest.FixtureRequest
+) -> None:
+    """Each half by itself is tested elsewhere (test_layouts.py, test_tensor_parallel_engine.py)."""
+    if not request.config.getoption("--every-layout"):
+        pytest.skip("runs with --every-layout")
+    changes = {"rollout.engine": "vllm", "rollout.tensor_parallel": 2, "training.tensor_parallel": 2}
+    process = bench.start("rl", "run", bench.rl_settings(steps=3) | changes)
+    bench.wait_for_step(process, "run", 1)
+    process.look()
+    process.find("VLLM::Worker_TP1").kill()
+    assert_ended_well(process)
+    assert "rollout engine 0 is lost and started anew" in process.stderr
+    assert "or a worker of it, has died" in process.stderr
+    logs = "".join(path.read_text() for path in (bench.folder / "run" / "logs").glob("*.err"))
+    assert re.search(r"worker 1 \(process \d+\) died: exit code -9", logs)
+    assert restarts(bench, "run") == 1
+    metrics = bench.measured("run")
+    assert len(metrics) == 3
+    assert all(line["weights/probe_difference"] <= 1e-4 for line in metrics)
+
+
 def test_an_asynchronous_run_goes_on_while_engines_that_died_or_hang_are_started_anew(bench: Any) -> None:
     settings = bench.rl_settings(
         rollout__engines=2, rollout__max_staleness=2, reward__options__pause_s=0.1, cluster__call_timeout_s=30

@@ -1,5 +1,6 @@
 """The memory estimate follows from sizes: each part is checked against numbers worked out by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -225,6 +226,17 @@ def test_a_vllm_engine_takes_its_configured_cache_and_transformers_what_its_sequ
     assert parts("rollout engine 0", config())["key-value cache"] == config().rollout.kv_cache_bytes
     per_token = 2 * 4 * 32 * 4
     assert parts("rollout engine 0", config(engine="transformers"))["key-value cache"] == 10 * 128 * per_token
+
+
+def test_each_worker_of_an_engine_has_its_share_of_weights_and_cache() -> None:
+    shared = config()
+    shared = shared.model_copy(update={"rollout": shared.rollout.model_copy(update={"tensor_parallel": 2})})
+    whole = parts("rollout engine 0", config())
+    for rank in (0, 1):
+        worker = parts(f"rollout engine 0, worker {rank}", shared)
+        assert worker["weights"] == math.ceil(whole["weights"] / 2)
+        assert worker["key-value cache"] == whole["key-value cache"] // 2
+    assert set(parts("rollout engine 0", shared)) == {"base"}
 
 
 def test_the_logits_are_counted_in_chunks() -> None:

@@ -28,7 +28,7 @@ the same cores, so whole numbers would not fit on a small machine."""
 
 @dataclass(frozen=True)
 class GpuShares:
-    """Parts of a GPU that each learner rank, critic rank and rollout engine, and the reward model, asks Ray for."""
+    """Parts of a GPU for each learner rank, critic rank and worker of a rollout engine, and for the reward model."""
 
     learner: float
     critic: float
@@ -40,6 +40,8 @@ NO_GPU = GpuShares(0.0, 0.0, 0.0, 0.0)
 WHOLE_GPUS = GpuShares(1.0, 1.0, 1.0, 1.0)
 # The reward model only computes forward passes, now and then: it needs no GPU of its own, and finds room on any.
 BESIDE_AN_ENGINE = GpuShares(learner=1.0, critic=1.0, rollout=0.95, reward_model=0.05)
+# Ray gives an actor parts of one GPU or several whole ones: where an engine has several workers, it shares none.
+BESIDE_A_RANK = GpuShares(learner=0.95, critic=0.95, rollout=1.0, reward_model=0.05)
 
 # Shares of GPUs are such that Ray never puts two ranks of one learner on one GPU, which NCCL refuses, and always finds
 # room for a critic rank and an engine. Ranks are placed first, then critic ranks, then engines.
@@ -54,7 +56,10 @@ SHARED_BY_THREE = GpuShares(learner=0.51, critic=0.25, rollout=0.19, reward_mode
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """One process of a run. `cpus` and `gpus` are what Ray is asked for, `threads` what the process computes with."""
+    """One process of a run. `cpus` and `gpus` are what Ray is asked for, `threads` what the process computes with.
+
+    A rollout engine of several workers has a GPU, and so many threads, for each of them.
+    """
 
     name: str
     role: Role
@@ -86,7 +91,10 @@ def plan_placement(config: RLConfig | SupervisedConfig | AnsweringConfig, cpus: 
     Raises ConfigError where the run wants more GPUs than there are.
     """
     ranks = 0 if isinstance(config, AnsweringConfig) else config.training.ranks
-    engines = 0 if isinstance(config, SupervisedConfig) else config.rollout.engines
+    engines, width = 0, 1
+    if not isinstance(config, SupervisedConfig):
+        engines, width = config.rollout.engines, config.rollout.tensor_parallel
+    workers = engines * width
     has_critic = isinstance(config, RLConfig) and config.has_critic
     has_reward_model = not isinstance(config, SupervisedConfig) and config.reward.model is not None
     alternating = isinstance(config, RLConfig) and config.rollout.max_staleness == 0
@@ -97,6 +105,7 @@ def plan_placement(config: RLConfig | SupervisedConfig | AnsweringConfig, cpus: 
     shares = _gpu_shares(
         layout,
         engines=engines,
+        width=width,
         gpus=gpus,
         alternating=alternating,
         has_critic=has_critic,
@@ -105,8 +114,8 @@ def plan_placement(config: RLConfig | SupervisedConfig | AnsweringConfig, cpus: 
 
     learner_threads = None if isinstance(config, AnsweringConfig) else config.training.threads
     rollout_threads = None if isinstance(config, SupervisedConfig) else config.rollout.threads
-    learner_threads = learner_threads or max(1, cpus // (ranks if alternating else ranks + engines))
-    rollout_threads = rollout_threads or max(1, cpus // (engines if alternating else ranks + engines))
+    learner_threads = learner_threads or max(1, cpus // (ranks if alternating else ranks + workers))
+    rollout_threads = rollout_threads or max(1, cpus // (workers if alternating else ranks + workers))
 
     def actor(name: str, role: Role, threads: int, gpu_share: float) -> ActorPlacement:
         return ActorPlacement(name, role, ACTOR_CPU_SHARE, threads, gpu_share)
@@ -115,7 +124,8 @@ def plan_placement(config: RLConfig | SupervisedConfig | AnsweringConfig, cpus: 
     actors += [actor(f"learner rank {rank}", "learner", learner_threads, shares.learner) for rank in range(ranks)]
     if has_critic:
         actors += [actor(f"critic rank {rank}", "critic", learner_threads, shares.critic) for rank in range(ranks)]
-    actors += [actor(f"rollout engine {index}", "rollout", rollout_threads, shares.rollout) for index in range(engines)]
+    engine_gpus = width * shares.rollout
+    actors += [actor(f"rollout engine {index}", "rollout", rollout_threads, engine_gpus) for index in range(engines)]
     if has_reward_model:
         actors.append(actor("reward engine", "reward_model", rollout_threads, shares.reward_model))
     for index in range(_reward_workers(config)):
@@ -136,6 +146,7 @@ def _gpu_shares(
     layout: Layout | None,
     *,
     engines: int,
+    width: int,
     gpus: int,
     alternating: bool,
     has_critic: bool,
@@ -143,7 +154,7 @@ def _gpu_shares(
 ) -> GpuShares:
     """A GPU for each process where there are enough, else they share, ranks and engines in a synchronous run only.
 
-    `layout` is the learner's, None for no learner.
+    `layout` is the learner's, None for no learner. `width`: workers of an engine; several share GPUs with nobody.
     With a critic, ranks and GPUs must be as many, or there must be a GPU for each rank and each critic rank: of other
     numbers Ray could put two critic ranks on a GPU where no rank is.
     """
@@ -151,34 +162,65 @@ def _gpu_shares(
         return NO_GPU
     ranks = 0 if layout is None else math.prod(layout)
     all_ranks = 2 * ranks if has_critic else ranks
-    if all_ranks + engines <= gpus:
-        return WHOLE_GPUS if all_ranks + engines + has_reward_model <= gpus else BESIDE_AN_ENGINE
-    if alternating and max(all_ranks, engines) <= gpus:
+    wanted = all_ranks + engines * width
+    if wanted + has_reward_model <= gpus:
+        return WHOLE_GPUS
+    if wanted <= gpus and (width == 1 or ranks):
+        return BESIDE_AN_ENGINE if width == 1 else BESIDE_A_RANK
+    if alternating and width == 1 and max(all_ranks, engines) <= gpus:
         return SHARED_BY_TWO
-    if alternating and has_critic and ranks == gpus and engines <= gpus:
+    if alternating and width == 1 and has_critic and ranks == gpus and engines <= gpus:
         return SHARED_BY_THREE
-    _refuse(layout, engines=engines, gpus=gpus, alternating=alternating, has_critic=has_critic)
+    _refuse(
+        layout,
+        engines=engines,
+        width=width,
+        gpus=gpus,
+        alternating=alternating,
+        has_critic=has_critic,
+        has_reward_model=has_reward_model,
+    )
 
 
-def _refuse(layout: Layout | None, *, engines: int, gpus: int, alternating: bool, has_critic: bool) -> NoReturn:
+def _refuse(
+    layout: Layout | None,
+    *,
+    engines: int,
+    width: int,
+    gpus: int,
+    alternating: bool,
+    has_critic: bool,
+    has_reward_model: bool,
+) -> NoReturn:
     """Say what does not fit, and what is nearest to it of all that does."""
+    learners = 2 if has_critic else 1
+    # What there is besides engines: one rank of each learner, or else a reward model where engines do not share.
+    others = learners if layout is not None else int(has_reward_model and width > 1)
+    fitting_width = max(1, min(width, gpus - others))
+    if fitting_width == 1 and layout is None:
+        others = 0
+    can_share = alternating and fitting_width == 1
     keys = []
     if layout is not None:
         keys = [" x ".join(f"{key} ({size})" for key, size in zip(LAYOUT_KEYS, layout, strict=True))]
-    keys += [f"rollout.engines ({engines})"] * (engines > 0)
+    several = f" x rollout.tensor_parallel ({width})" if width > 1 else ""
+    keys += [f"rollout.engines ({engines}){several}"] * (engines > 0)
     wanted = " and ".join(keys) + (", with a critic," if has_critic else "")
-    learners = 2 if has_critic else 1
     ranks = 0 if layout is None else learners * math.prod(layout)
-    problem = f"{wanted} need {max(ranks, engines) if alternating else ranks + engines} GPUs, this machine has {gpus}"
+    alone = ranks + engines * width + (has_reward_model and width > 1 and layout is None)
+    needed = max(ranks, engines) if alternating and width == 1 else alone
+    problem = f"{wanted} need {needed} GPUs, this machine has {gpus}"
     # Ranks and engines that take turns use the same GPUs; others leave one to each learner.
-    reserved = 0 if alternating or layout is None else learners
+    reserved = 0 if can_share else others
     if gpus < reserved + (engines > 0):
         raise ConfigError(f"{problem}; a run of this kind needs at least {reserved + (engines > 0)}")
-    fitting = min(engines, gpus - reserved)
-    nearest = [f"rollout.engines {fitting}"] * (engines > 0)
+    fitting = min(engines, (gpus - reserved) // fitting_width)
+    nearest = [f"rollout.engines {fitting}"] * (engines > 0) + [f"rollout.tensor_parallel {fitting_width}"] * (
+        width > 1
+    )
     if layout is not None:
-        left = gpus if alternating else gpus - fitting
-        possible = {*range(1, left // learners + 1), *([gpus] if alternating else [])}
+        left = gpus if can_share else gpus - fitting * fitting_width
+        possible = {*range(1, left // learners + 1), *([gpus] if can_share else [])}
         found = nearest_layout(layout, possible)
         nearest = [*(f"{key} {size}" for key, size in zip(LAYOUT_KEYS, found, strict=True)), *nearest]
     raise ConfigError(f"{problem}; the nearest that fits is {', '.join(nearest)}")

@@ -11,12 +11,16 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 RUN_ID_VARIABLE = "SLIPSTREAM_RUN_ID"
 TEMPORARY_PREFIX = "slipstream-ray-"
 SHARED_MEMORY_PREFIX = "slipstream-"
+# How the names of the memory begin through which vLLM's workers reduce and gather on CPU.
+COLLECTIVES_PREFIX = "vllm_dist_"
+POSIX_PREFIXES = ("psm_", "sem.mp-", COLLECTIVES_PREFIX)
 LEFTOVER_GRACE_S = 3.0
 
 
@@ -65,15 +69,32 @@ def remove_remains_of_dead_runs() -> None:
 
 
 def posix_segments() -> set[Path]:
-    """Segments with the names Python's shared_memory gives; vLLM leaves some behind when it is killed."""
-    return set(Path("/dev/shm").glob("psm_*"))
+    """What this user has in /dev/shm under the names of Python's multiprocessing and of vLLM's collectives.
+
+    These are message queues and semaphores, which vLLM leaves behind when it is killed, and where it is killed while it
+    starts, the memory of collectives.
+    """
+    found = set()
+    for path in (path for prefix in POSIX_PREFIXES for path in Path("/dev/shm").glob(f"{prefix}*")):
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                found.add(path)
+    return found
+
+
+def posix_segments_of(processes: Iterable[int]) -> list[Path]:
+    """Those of them that the processes have by now. Segments of ours are none: the learner makes and removes those."""
+    mapped = _mapped_shared_memory(processes)
+    return sorted(path for path in posix_segments() if _inode(path) in mapped)
 
 
 def remove_unused_posix_segments(candidates: set[Path]) -> None:
     """Remove those of the segments that no process has mapped."""
-    mapped = "" if not candidates else _all_memory_maps()
+    if not candidates:
+        return
+    mapped = _mapped_shared_memory(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
     for path in candidates:
-        if str(path) not in mapped:
+        if _inode(path) not in mapped:
             path.unlink(missing_ok=True)
 
 
@@ -107,9 +128,25 @@ def _is_alive(process_folder: Path) -> bool:
     return state != "Z"
 
 
-def _all_memory_maps() -> str:
-    texts = []
-    for path in Path("/proc").glob("[0-9]*/maps"):
+def _mapped_shared_memory(processes: Iterable[int]) -> set[int]:
+    """Inodes of the files in /dev/shm that any of the processes has mapped.
+
+    A semaphore is mapped under a passing name before it gets its own, so the inode is what identifies the file.
+    """
+    mapped = set()
+    for process in processes:
+        # Processes of others, and those that end while we look, cannot be read.
         with suppress(OSError):
-            texts.append(path.read_text(errors="replace"))
-    return "".join(texts)
+            for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
+                # address, permissions, offset, device, inode, path
+                columns = line.split(maxsplit=5)
+                if columns[-1].startswith("/dev/shm/"):
+                    mapped.add(int(columns[4]))
+    return mapped
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None

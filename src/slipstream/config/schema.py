@@ -45,6 +45,7 @@ class RolloutConfig(Section):
 
     engine: Literal["vllm", "transformers"] = Field("vllm", description="What generates: vllm, or plain transformers.")
     engines: int = Field(1, ge=1, description="Number of rollout engines, each a Ray actor.")
+    tensor_parallel: int = Field(1, ge=1, description="Workers that share an engine's weights (vllm), a GPU for each.")
     groups_per_step: int = Field(16, ge=1, description="Prompts per rollout batch.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt: the size of a group.")
     max_response_tokens: int = Field(256, ge=1, description="A response is cut here and marked 'length'.")
@@ -63,12 +64,15 @@ class RolloutConfig(Section):
     max_concurrent_sequences: int = Field(256, ge=1, description="Sequences an engine decodes at the same time.")
     kv_cache_bytes: int = Field(GIBIBYTE, ge=1 << 24, description="Memory for the key-value cache of an engine on CPU.")
     gpu_memory_share: float = Field(0.5, gt=0, lt=1, description="Share of a GPU's memory that an engine may take.")
-    threads: int | None = Field(None, ge=1, description="CPU threads per engine; null lets the placement choose.")
+    threads: int | None = Field(None, ge=1, description="CPU threads per worker; null lets the placement choose.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if "" in self.stop:
             raise ValueError("stop must not hold an empty string: it would end every response before it begins")
+        if self.engine == "transformers" and self.tensor_parallel > 1:
+            found = f"found {self.tensor_parallel}: set engine to vllm, or raise engines instead"
+            raise ValueError(f"tensor_parallel must be 1 for engine transformers, which is one process, {found}")
         return self
 
 

@@ -80,6 +80,37 @@ def require_heads(heads: int | None, tensor_parallel: int, *, model: str, prefix
         )
 
 
+def require_equal_pieces(settings: Mapping[str, Any], workers: int, *, model: str, prefix: str = "") -> None:
+    """Raise ConfigError unless vLLM can divide a model with this config.json among the `workers` of an engine.
+
+    It gives each worker equally many heads and as much of the feed-forward layer; of fewer heads of keys and values
+    than workers it gives each to equally many.
+    """
+    text = settings.get("text_config")
+    settings = {**settings, **text} if isinstance(text, Mapping) else settings
+    heads = settings.get("num_attention_heads") or settings.get("n_head")
+    sizes = {
+        "attention heads": heads,
+        "heads of keys and values": settings.get("num_key_value_heads") or heads,
+        "columns of the feed-forward layer": settings.get("intermediate_size") or settings.get("n_inner"),
+    }
+    known = {name: size for name, size in sizes.items() if isinstance(size, int)}
+
+    def undivided(number: int) -> list[str]:
+        found = [name for name, size in known.items() if size % number]
+        are_copied = number % known.get("heads of keys and values", number) == 0
+        return [name for name in found if not (name == "heads of keys and values" and are_copied)]
+
+    if not undivided(workers):
+        return
+    name = undivided(workers)[0]
+    nearest = max(number for number in range(1, workers) if not undivided(number))
+    raise ConfigError(
+        f"{prefix}rollout.tensor_parallel ({workers}) does not divide the {known[name]} {name} of {model} equally "
+        f"among the workers of an engine; the nearest that does is {prefix}rollout.tensor_parallel {nearest}"
+    )
+
+
 def _refusal(family: Any, path: str, key: str) -> ModelError:
     return ModelError(
         f"training.tensor_parallel: {key} {path!r} is of the family {family}, whose layers cannot be divided among "

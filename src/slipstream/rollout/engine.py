@@ -72,9 +72,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def load_bucket(self, plan: WeightPlan, index: int) -> dict[str, int]:
+    async def load_bucket(self, plan: WeightPlan, index: int) -> list[dict[str, int]]:
         """Take bucket `index` of the plan from its channel; returns the checksum of each tensor as it arrived.
 
+        One mapping for each worker of the engine, by rank: every worker takes whole tensors, whatever part it keeps.
         Called once for each bucket, between `begin_update` and `finish_update`: with shared memory after the learner
         has filled the bucket, with gloo while it does. Raises WeightSyncError if a tensor does not fit the model.
         """

@@ -38,7 +38,11 @@ class ResponseResult:
 
 @dataclass(frozen=True)
 class RolloutEngineSpec:
-    """Everything an engine needs to start; made by the controller from the configuration."""
+    """Everything an engine needs to start; made by the controller from the configuration.
+
+    `tensor_parallel` workers share the weights of each layer; `threads` is what each of them computes with, and
+    `kv_cache_bytes` what they have together.
+    """
 
     model_path: str
     dtype: str
@@ -51,6 +55,7 @@ class RolloutEngineSpec:
     seed: int
     engine_index: int
     recompute_cache_on_update: bool = False
+    tensor_parallel: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
 

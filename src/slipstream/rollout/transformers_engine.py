@@ -149,7 +149,7 @@ class TransformersEngine:
         await asyncio.to_thread(self._steps.hold)
         self._loaded = set()
 
-    async def load_bucket(self, plan: WeightPlan, index: int) -> dict[str, int]:
+    async def load_bucket(self, plan: WeightPlan, index: int) -> list[dict[str, int]]:
         """See `RolloutEngine.load_bucket`."""
         try:
             checksums: dict[str, int] = await self._in_thread("loading weights", self._load_bucket, plan, index)
@@ -157,7 +157,7 @@ class TransformersEngine:
             failure = f"{self._name}: bucket {index} of the weight plan could not be loaded: {error}"
             self._end_update(failure)
             raise WeightSyncError(failure) from error
-        return checksums
+        return [checksums]
 
     async def finish_update(self, version: int) -> None:
         """See `RolloutEngine.finish_update`."""

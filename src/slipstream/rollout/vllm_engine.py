@@ -1,8 +1,9 @@
 """The rollout engine on vLLM's asynchronous API.
 
-An `AsyncLLM` in this process (the Ray actor) and vLLM's EngineCore, which holds the model, in a child of it. Requests
-go out as token ids and come back as token ids with the log-prob of each sampled token; weights never pass through
-this process (`vllm_worker.py` takes them inside the EngineCore).
+An `AsyncLLM` in this process (the Ray actor) and vLLM's EngineCore, which holds the model, in a child of it; with
+`tensor_parallel` the model is divided among workers, which are children of the EngineCore (`vllm_executor.py`).
+Requests go out as token ids and come back as token ids with the log-prob of each sampled token; weights never pass
+through this process (`vllm_worker.py` takes them in each worker).
 
 New weights come between two tokens: the EngineCore is paused, and tells how many tokens each sequence has by then, so
 that every token is stamped with the version that chose it. The prefix cache is kept apart by update: a prompt never
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from slipstream.cluster.remains import COLLECTIVES_PREFIX, posix_segments_of
+from slipstream.cluster.session import LOOPBACK, LOOPBACK_INTERFACE
 from slipstream.data.tokenizer import end_token_ids, load_tokenizer
 from slipstream.data.trajectory import FloatArray, IntArray, Sample
 from slipstream.errors import EngineError, EngineLostError, SlipstreamError, WeightSyncError
@@ -31,7 +34,7 @@ from slipstream.rollout.messages import (
     RolloutEngineSpec,
     SamplingParameters,
 )
-from slipstream.weights.plan import WeightPlan
+from slipstream.weights.plan import WeightPlan, receiver_indices, receiver_name
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -61,8 +64,12 @@ def vllm_environment(spec: RolloutEngineSpec) -> dict[str, str]:
     }
     if Path(spec.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
+    if spec.tensor_parallel > 1:
+        # The workers of an engine are on one machine, and need no network to find each other.
+        environment |= {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "VLLM_HOST_IP": LOOPBACK}
     if spec.device == "cpu":
         environment |= {
+            # Of each worker.
             "OMP_NUM_THREADS": str(spec.threads),
             # By default every engine would pin itself to the same first cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -90,7 +97,7 @@ class VLLMEngine:
         self._spans: dict[str, list[tuple[int, int]]] = {}
         self._token_counts: dict[str, int] = {}
         self._plan: WeightPlan | None = None
-        self._shared_memory: list[str] = []
+        self._shared_memory: list[Path] = []
         self._end_tokens: tuple[int, ...] = ()
         self._vocabulary_size = 0
         self._generated_tokens = 0
@@ -112,14 +119,20 @@ class VLLMEngine:
                 f"are vLLM's own log"
             ) from error
         self._vocabulary_size = self._engine.model_config.get_vocab_size()
-        core_processes = await self._worker_call("slipstream_die_with_parent", os.getpid())
-        self._shared_memory = _shared_memory_of([os.getpid(), *core_processes])
+        workers, parents = zip(*await self._worker_call("slipstream_die_with_parent"), strict=True)
+        core_processes = sorted({*workers, *parents} - {os.getpid()})
+        self._shared_memory = posix_segments_of([os.getpid(), *core_processes])
+        for path in self._shared_memory:
+            if path.name.startswith(COLLECTIVES_PREFIX):
+                # All workers have it mapped by now; a name that is gone cannot be left behind by one that is killed.
+                path.unlink()
         return {
             "engine": "vllm",
             "seconds": time.monotonic() - began,
             "pid": os.getpid(),
             "core_processes": core_processes,
-            "shared_memory": self._shared_memory,
+            "workers": list(workers),
+            "shared_memory": [str(path) for path in self._shared_memory],
             "end_token_ids": list(self._end_tokens),
             "vocabulary_size": self._vocabulary_size,
             "memory_bytes": _memory_bytes(),
@@ -158,25 +171,31 @@ class VLLMEngine:
         # Clearing the cache sends what is under way back to be computed anew.
         clears = self._spec.recompute_cache_on_update or not self._spans
         await self._answer(engine.pause_generation(mode="keep", clear_cache=clears), "pausing")
-        [self._token_counts, *_] = await self._worker_call("slipstream_begin_update")
+        self._token_counts, *others = await self._worker_call("slipstream_begin_update")
+        for rank, counts in enumerate(others, start=1):
+            if counts != self._token_counts:
+                raise EngineError(
+                    f"{self._name}: workers 0 and {rank} differ in how many tokens the sequences under way have, "
+                    f"{self._token_counts} and {counts}: they are not of the same step"
+                )
 
-    async def load_bucket(self, plan: WeightPlan, index: int) -> dict[str, int]:
+    async def load_bucket(self, plan: WeightPlan, index: int) -> list[dict[str, int]]:
         """See `RolloutEngine.load_bucket`."""
         try:
             if plan != self._plan:
-                await self._worker_call("slipstream_open_channel", pickle.dumps(plan), self._spec.engine_index)
+                [first, *_] = receiver_indices([self._spec.engine_index], self._spec.tensor_parallel)
+                await self._worker_call("slipstream_open_channel", pickle.dumps(plan), first)
                 self._plan = plan
-            [checksums, *_] = await self._worker_call("slipstream_load_bucket", index)
+            return [dict(checksums) for checksums in await self._worker_call("slipstream_load_bucket", index)]
         except SlipstreamError as error:
             failure = f"{self._name}: bucket {index} of the weight plan could not be loaded: {error}"
             self._gate.end_update(failure)
             raise WeightSyncError(failure) from error
-        return dict(checksums)
 
     async def finish_update(self, version: int) -> None:
         """See `RolloutEngine.finish_update`."""
         engine = self._running()
-        [missing, *_] = await self._worker_call("slipstream_finish_update")
+        missing = sorted({index for left in await self._worker_call("slipstream_finish_update") for index in left})
         if missing:
             failure = (
                 f"{self._name}: buckets {missing} of the weight plan were not loaded before finish_update; part of the "
@@ -238,7 +257,7 @@ class VLLMEngine:
             grace_s = CPU_SHUTDOWN_GRACE_S if self._spec.device == "cpu" else None
             await asyncio.to_thread(engine.shutdown, grace_s)
         for path in self._shared_memory:
-            Path(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         self._shared_memory = []
 
     async def _admit(
@@ -358,9 +377,16 @@ class VLLMEngine:
         return self._engine
 
     async def _worker_call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the worker extension; returns the answer of each worker."""
+        """Call a method of the worker extension; returns what it returned in each worker, by rank.
+
+        Raises EngineError naming the first worker that failed.
+        """
         answers = await self._answer(self._running().collective_rpc(method, args=arguments), method)
-        return list(answers)
+        for rank, answer in enumerate(answers):
+            if "failure" in answer:
+                worker = receiver_name(self._name, rank, len(answers))
+                raise EngineError(f"{worker} failed ({method}): {answer['failure']}")
+        return [answer["value"] for answer in answers]
 
     async def _answer(self, waiting: Awaitable[Answer], what: str, *, timeout_s: float = CORE_TIMEOUT_S) -> Answer:
         """Wait for the EngineCore, with a deadline and an error that says what it was about.
@@ -373,7 +399,7 @@ class VLLMEngine:
         try:
             while not (await asyncio.wait({task}, timeout=CORE_CHECK_S))[0]:
                 if engine.errored:
-                    raise EngineLostError(f"{self._name} failed ({what}): vLLM's EngineCore process has died")
+                    raise EngineLostError(self._death(what))
                 if time.monotonic() > deadline:
                     raise EngineLostError(
                         f"{self._name}: vLLM's EngineCore did not answer within {timeout_s:.0f} s ({what})"
@@ -385,8 +411,13 @@ class VLLMEngine:
         except SlipstreamError:
             raise
         except Exception as error:
-            kind = EngineLostError if engine.errored else EngineError
-            raise kind(f"{self._name} failed ({what}): {_first_line(error)}") from error
+            if engine.errored:
+                raise EngineLostError(self._death(what)) from error
+            raise EngineError(f"{self._name} failed ({what}): {_first_line(error)}") from error
+
+    def _death(self, what: str) -> str:
+        process = "process" if self._spec.tensor_parallel == 1 else "process, or a worker of it,"
+        return f"{self._name} failed ({what}): vLLM's EngineCore {process} has died"
 
 
 def _start_engine(spec: RolloutEngineSpec) -> "AsyncLLM":
@@ -410,7 +441,8 @@ def _start_engine(spec: RolloutEngineSpec) -> "AsyncLLM":
         settings |= {
             "enforce_eager": True,
             "block_size": CPU_BLOCK_TOKENS,
-            "kv_cache_memory_bytes": spec.kv_cache_bytes,
+            # What vLLM asks for is the cache of one worker, which has its share of the heads.
+            "kv_cache_memory_bytes": spec.kv_cache_bytes // spec.tensor_parallel,
             "distributed_executor_backend": "uni",
             # A prompt is never cut over two passes: with seeds of their own, sequences that are not at their end after
             # a pass have their random state set back, which the CPU's generator cannot, and the EngineCore dies.
@@ -419,31 +451,12 @@ def _start_engine(spec: RolloutEngineSpec) -> "AsyncLLM":
         }
     else:
         settings["gpu_memory_utilization"] = spec.gpu_memory_share
+    if spec.tensor_parallel > 1:
+        settings |= {
+            "tensor_parallel_size": spec.tensor_parallel,
+            "distributed_executor_backend": "slipstream.rollout.vllm_executor.BoundExecutor",
+        }
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**(settings | spec.options)))
-
-
-def _shared_memory_of(processes: Sequence[int]) -> list[str]:
-    """Files in /dev/shm that these processes made by now (semaphores, message queues): a killed one leaves them.
-
-    Segments of ours are not among them: the learner makes and removes those.
-    """
-    mapped = set()
-    for process in processes:
-        for line in Path(f"/proc/{process}/maps").read_text().splitlines():
-            # address, permissions, offset, device, inode, path. A semaphore is mapped under a passing name before it
-            # gets its own, so the inode is what identifies the file.
-            columns = line.split(maxsplit=5)
-            if columns[-1].startswith("/dev/shm/"):
-                mapped.add(int(columns[4]))
-    names = (*Path("/dev/shm").glob("sem.mp-*"), *Path("/dev/shm").glob("psm_*"))
-    return sorted(str(path) for path in names if _inode(path) in mapped)
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
 
 
 def _memory_bytes() -> int:

@@ -1,19 +1,22 @@
-"""What runs inside vLLM's worker process: taking new weights, and dying with the engine that started it.
+"""What runs inside vLLM's worker processes: taking new weights, and dying with the process that started them.
 
 vLLM mixes this class into its worker (`worker_extension_cls`); `VLLMEngine` calls the methods by name through
-`collective_rpc`. Weights go through vLLM's layer-wise reload, which gives each layer its original parameters back,
+`collective_rpc`, on all workers of the engine at once. Each of them takes whole tensors, and vLLM's loading keeps the
+part that is its own. Weights go through vLLM's layer-wise reload, which gives each layer its original parameters back,
 collects what is loaded into them, and repeats the processing (packing for the CPU's matrix kernels, quantization)
 that was done when the model was first loaded.
 """
 
-import ctypes
+import functools
 import os
 import pickle
-import signal
-from typing import TYPE_CHECKING, Any
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from slipstream.errors import WeightSyncError
+from slipstream.errors import SlipstreamError, WeightSyncError
 from slipstream.rollout.engine import missing_buckets
+from slipstream.rollout.parent import die_with_parent
 from slipstream.weights.channel import WeightReceiver, open_receiver
 from slipstream.weights.checksum import tensor_checksum
 from slipstream.weights.plan import WeightPlan
@@ -21,7 +24,31 @@ from slipstream.weights.plan import WeightPlan
 if TYPE_CHECKING:
     import torch
 
-PR_SET_PDEATHSIG = 1
+Arguments = ParamSpec("Arguments")
+
+
+def answering(
+    method: Callable[Concatenate["WeightUpdateExtension", Arguments], Any],
+) -> Callable[Concatenate["WeightUpdateExtension", Arguments], dict[str, Any]]:
+    """Answer with {"value": what the method returns} or {"failure": what it raised}, for `VLLMEngine` to raise.
+
+    vLLM reads the answers of its workers one after the other and stops at the first that raised. Those of the others
+    would then be taken for their answers to the next call.
+    """
+
+    @functools.wraps(method)
+    def answer(
+        self: "WeightUpdateExtension", *arguments: Arguments.args, **keywords: Arguments.kwargs
+    ) -> dict[str, Any]:
+        try:
+            return {"value": method(self, *arguments, **keywords)}
+        except Exception as error:
+            if not isinstance(error, SlipstreamError):
+                traceback.print_exc()
+            lines = str(error).strip().splitlines()
+            return {"failure": lines[0] if lines else type(error).__name__}
+
+    return answer
 
 
 class WeightUpdateExtension:
@@ -32,23 +59,23 @@ class WeightUpdateExtension:
         vllm_config: Any
         model_config: Any
         model_runner: Any
+        rank: int
 
     _plan: WeightPlan | None = None
     _receiver: WeightReceiver | None = None
     _is_updating = False
     _loaded: set[int]
 
-    def slipstream_die_with_parent(self, engine_process: int) -> int:
-        """Have the kernel kill this process when its parent ends, however that ends. Returns this process's id.
+    @answering
+    def slipstream_die_with_parent(self) -> tuple[int, int]:
+        """End with the parent, however it ends: the EngineCore, or the engine where worker and EngineCore are one.
 
-        `engine_process` is the id of the process of `VLLMEngine`: where it is the parent but is already gone, leave.
+        Returns the ids of this process and of its parent.
         """
-        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() == 1 and engine_process != 1:
-            os._exit(1)
-        return os.getpid()
+        die_with_parent()
+        return os.getpid(), os.getppid()
 
+    @answering
     def slipstream_begin_update(self) -> dict[str, int]:
         """Give every layer its original parameters back, ready to be loaded.
 
@@ -60,7 +87,7 @@ class WeightUpdateExtension:
 
         if self._is_updating:
             # What the reload has collected for an update that was broken off must not count for this one.
-            self.slipstream_finish_update()
+            self._finish()
         self._is_updating = True
         self._loaded = set()
         with set_current_vllm_config(self.vllm_config):
@@ -73,13 +100,18 @@ class WeightUpdateExtension:
                         module.quant_method.moe_kernel = None
         return {identifier: len(state.output_token_ids) for identifier, state in self.model_runner.requests.items()}
 
-    def slipstream_open_channel(self, pickled_plan: bytes, receiver_index: int) -> None:
-        """Make ready to receive the buckets of a plan. Bytes, since vLLM's messages carry no objects of ours."""
+    @answering
+    def slipstream_open_channel(self, pickled_plan: bytes, first_receiver: int) -> None:
+        """Make ready to receive the buckets of a plan, as the receiver `first_receiver` + this worker's rank.
+
+        Bytes, since vLLM's messages carry no objects of ours.
+        """
         if self._receiver is not None:
             self._receiver.close()
         self._plan = pickle.loads(pickled_plan)
-        self._receiver = open_receiver(self._plan, receiver_index)
+        self._receiver = open_receiver(self._plan, first_receiver + self.rank)
 
+    @answering
     def slipstream_load_bucket(self, index: int) -> dict[str, int]:
         """Receive one bucket and load it; returns the checksum of each tensor as it arrived."""
         from vllm.config import set_current_vllm_config
@@ -98,11 +130,16 @@ class WeightUpdateExtension:
         self._loaded.add(index)
         return checksums
 
+    @answering
     def slipstream_finish_update(self) -> list[int]:
         """Process what was loaded and put it in force; returns the buckets of the plan that never came.
 
         A layer that got nothing has its old weights again. The caller does not go on if a bucket is missing.
         """
+        self._finish()
+        return missing_buckets(self._plan, self._loaded)
+
+    def _finish(self) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -118,4 +155,3 @@ class WeightUpdateExtension:
                 for module in model.modules():
                     if isinstance(module, ParallelLMHead):
                         module.quant_method.process_weights_after_loading(module)
-        return missing_buckets(self._plan, self._loaded)

@@ -24,7 +24,7 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """A rollout engine."""
+    """A worker of a rollout engine."""
 
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Yield (name, tensor) of one bucket; the tensors are valid until the next bucket is received."""
@@ -47,7 +47,7 @@ def open_sender(plan: WeightPlan, listener: "socket.socket | None" = None) -> We
 
 
 def open_receiver(plan: WeightPlan, receiver_index: int) -> WeightReceiver:
-    """End number `receiver_index` (from 0: the index of the rollout engine) of the plan's channel."""
+    """The end of that receiver (see `ChannelAddress`) of the plan's channel."""
     if plan.channel.kind == "gloo":
         from slipstream.weights.gloo import GlooReceiver
 

@@ -54,15 +54,15 @@ class GlooSender:
 
 
 class GlooReceiver:
-    """A rollout engine's end: its rank is its place among the channel's receivers, counted from 1."""
+    """The end of a rollout engine's worker: its rank is its place among the channel's receivers, counted from 1."""
 
     def __init__(self, plan: WeightPlan, receiver_index: int) -> None:
         """Waits for the sender and the other receivers. Raises WeightSyncError if one does not come in time."""
         self._channel = plan.channel
         if receiver_index not in plan.channel.receivers:
             raise WeightSyncError(
-                f"rollout engine {receiver_index} is no receiver of the weight channel of run {plan.channel.run_id}: "
-                f"it was planned for {_engines(plan.channel)}"
+                f"{plan.channel.receiver_name(receiver_index)} is no receiver of the weight channel of run "
+                f"{plan.channel.run_id}: it was planned for {_receivers(plan.channel)}"
             )
         rank = plan.channel.receivers.index(receiver_index) + 1
         self._group: ProcessGroupGloo | None = _open_group(plan.channel, rank)
@@ -100,8 +100,8 @@ def _open_group(channel: ChannelAddress, rank: int, listener: socket.socket | No
         options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(channel))]
         return ProcessGroupGloo(PrefixStore(f"slipstream-{channel.run_id}", store), rank, size, options)
     except RuntimeError as error:
-        role = "the learner" if rank == SENDER_RANK else f"rollout engine {channel.receivers[rank - 1]}"
-        others = _engines(channel) if rank == SENDER_RANK else "the learner"
+        role = "the learner" if rank == SENDER_RANK else channel.receiver_name(channel.receivers[rank - 1])
+        others = _receivers(channel) if rank == SENDER_RANK else "the learner"
         raise WeightSyncError(
             f"{role} waited up to {channel.timeout_s:.0f} s for {others} to open the weight channel at "
             f"{channel.host}:{channel.port} ({_first_line(error)})"
@@ -128,7 +128,7 @@ def _broadcast(group: ProcessGroupGloo | None, buffer: torch.Tensor, channel: Ch
         group.broadcast([buffer], options).wait()  # type: ignore[attr-defined]  # missing in torch's stubs
     except RuntimeError as error:
         raise WeightSyncError(
-            f"a bucket of weights did not pass between the learner and {_engines(channel)} within "
+            f"a bucket of weights did not pass between the learner and {_receivers(channel)} within "
             f"{channel.timeout_s:.0f} s ({_first_line(error)}); one of them has died or is stuck"
         ) from error
 
@@ -137,8 +137,12 @@ def _view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return buffer[spec.offset : spec.offset + spec.bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def _engines(channel: ChannelAddress) -> str:
-    return f"rollout engine{'s' * (len(channel.receivers) > 1)} {', '.join(map(str, channel.receivers))}"
+def _receivers(channel: ChannelAddress) -> str:
+    """Those whom the channel is for; of an engine all workers are."""
+    width = channel.workers_per_engine
+    engines = sorted({receiver // width for receiver in channel.receivers})
+    text = f"rollout engine{'s' * (len(engines) > 1)} {', '.join(map(str, engines))}"
+    return text if width == 1 else f"the {width} workers of {text}"
 
 
 def _first_line(error: Exception) -> str:

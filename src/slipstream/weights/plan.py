@@ -36,8 +36,9 @@ class ChannelAddress:
     """Where the buckets pass. The controller makes it; both sides open their end from it.
 
     `run_id` names what belongs to this run (the shared-memory segment is `/dev/shm/slipstream-<run_id>-weights`).
-    `host` and `port` are the rendezvous of a gloo channel: the sender is its rank 0, the k-th of the `receivers`,
-    which are indices of rollout engines, its rank k + 1.
+    `host` and `port` are the rendezvous of a gloo channel: the sender is its rank 0, the k-th of the `receivers` its
+    rank k + 1. Every worker of a rollout engine is a receiver: worker w of engine e has the index
+    e * `workers_per_engine` + w.
     """
 
     kind: ChannelKind
@@ -46,6 +47,7 @@ class ChannelAddress:
     host: str = "127.0.0.1"
     port: int = 0
     timeout_s: float = 300.0
+    workers_per_engine: int = 1
 
     @property
     def needs_both_sides(self) -> bool:
@@ -54,6 +56,20 @@ class ChannelAddress:
         False for shared memory, where a bucket must be full before it is loaded and loaded before the next is filled.
         """
         return self.kind == "gloo"
+
+    def receiver_name(self, receiver: int) -> str:
+        """The receiver of an index as people know it: 'rollout engine 1', or 'rollout engine 1, worker 0'."""
+        return receiver_name(f"rollout engine {receiver // self.workers_per_engine}", receiver, self.workers_per_engine)
+
+
+def receiver_indices(engines: Iterable[int], workers_per_engine: int) -> tuple[int, ...]:
+    """Indices of all workers of the engines of these indices: the `receivers` of a channel to them."""
+    return tuple(engine * workers_per_engine + worker for engine in engines for worker in range(workers_per_engine))
+
+
+def receiver_name(engine_name: str, receiver: int, workers_per_engine: int) -> str:
+    """An engine's name, and after it which of its workers, where it has several."""
+    return engine_name if workers_per_engine == 1 else f"{engine_name}, worker {receiver % workers_per_engine}"
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 Called by the loop after each step. Engines pause, load bucket by bucket, drop the prefix cache of the older weights
 and resume under the next policy version. Two proofs, on by default: the checksum of each tensor is compared between
-what the learner sent and what each engine received; then both compute the log-probs of a fixed probe sequence with
-the weights they hold. The second finds what the first cannot, such as an engine that received a weight but computes
-with an older copy of it.
+what the learner sent and what each worker of each engine received; then learner and engines compute the log-probs of
+a fixed probe sequence with the weights they hold. The second finds what the first cannot, such as an engine that
+received a weight but computes with an older copy of it.
 
 An engine that is lost meanwhile costs the others a second attempt. Its successor gets the weights of the same version
 as soon as the loop waits for groups, by the same way and with the same proofs, or those of the next publish.
@@ -26,7 +26,7 @@ from slipstream.cluster.waits import waiting
 from slipstream.data.trajectory import IntArray
 from slipstream.errors import EngineLostError, WeightSyncError
 from slipstream.training.group import LearnerGroup
-from slipstream.weights.plan import ChannelAddress
+from slipstream.weights.plan import ChannelAddress, receiver_name
 
 # Largest absolute difference of a probe's log-probs between two implementations of the same model.
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}
@@ -151,8 +151,9 @@ class WeightPublisher:
             results = self._results(sending, loading)
             sent, received = results[0], results[len(sending) :]
         if self.verify:
-            for engine, checksums in zip(engines, received, strict=True):
-                compare_checksums(sent, checksums, engine.name)
+            for engine, workers in zip(engines, received, strict=True):
+                for rank, checksums in enumerate(workers):
+                    compare_checksums(sent, checksums, receiver_name(engine.name, rank, len(workers)))
 
     def _compare_probe(self, engines: list[RemoteEngine]) -> float:
         sending = [learner_rank.submit("probe", self.probe_tokens) for learner_rank in self.learner.ranks]
@@ -207,18 +208,18 @@ def _is_lost(outcome: object) -> bool:
     return isinstance(outcome, EngineLostError)
 
 
-def compare_checksums(sent: dict[str, int], received: dict[str, int], engine_name: str) -> None:
+def compare_checksums(sent: dict[str, int], received: dict[str, int], receiver: str) -> None:
     """Raises WeightSyncError naming the first tensor that is missing, extra or different."""
     for name, checksum in sent.items():
         if name not in received:
-            raise WeightSyncError(f"{engine_name} did not receive weight {name!r}")
+            raise WeightSyncError(f"{receiver} did not receive weight {name!r}")
         if received[name] != checksum:
             raise WeightSyncError(
-                f"{engine_name} received weight {name!r} damaged: checksum {received[name]:#x}, expected {checksum:#x}"
+                f"{receiver} received weight {name!r} damaged: checksum {received[name]:#x}, expected {checksum:#x}"
             )
     extra = received.keys() - sent.keys()
     if extra:
-        raise WeightSyncError(f"{engine_name} received weight {min(extra)!r}, which the trainer did not send")
+        raise WeightSyncError(f"{receiver} received weight {min(extra)!r}, which the trainer did not send")
 
 
 def probe_sequence(vocabulary_size: int) -> IntArray:

@@ -46,7 +46,7 @@ from slipstream.workflows.model_facts import (
     read_model_facts,
 )
 from slipstream.workflows.scoring_models import ScoredUnit, require_reward_model, require_start
-from slipstream.workflows.tensor_layout import check_tensor_layout, check_tensor_layouts
+from slipstream.workflows.tensor_layout import check_tensor_layout, check_tensor_layouts, check_worker_layout
 
 WHOLE_FILE_BYTES = 64 << 20
 """Data up to this size is read whole here; of larger JSON lines only the first `SAMPLE_BYTES`."""
@@ -77,6 +77,8 @@ def check_config(config: Workflow, *, reward: Callable[..., Any] | None = None) 
     _check_sources(config, prefix="", reward=reward)
     if isinstance(config, RLConfig | SupervisedConfig):
         check_tensor_layout(config)
+    if isinstance(config, RLConfig | AnsweringConfig):
+        check_worker_layout(config)
 
 
 def check_output_dir(config: Workflow) -> None:

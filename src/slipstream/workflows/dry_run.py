@@ -19,7 +19,7 @@ from slipstream.config.pipeline import PipelineConfig
 from slipstream.config.preference import PreferenceConfig
 from slipstream.config.presets import preset_keys
 from slipstream.config.reward_model import RewardModelConfig, SupervisedConfig
-from slipstream.config.schema import EvaluateConfig, RLConfig, SFTConfig, TrainingConfig
+from slipstream.config.schema import EvaluateConfig, RLConfig, RolloutConfig, SFTConfig, TrainingConfig
 from slipstream.workflows.checks import Workflow, check_config, count_rows
 from slipstream.workflows.memory_estimate import (
     GIBIBYTE,
@@ -270,11 +270,15 @@ def _print_stage(stage: StagePlan, machine: Machine, console: "Console") -> None
         process = memory.pop(actor.name, None)
         gpus = f"{actor.gpus:g}" if actor.gpus else "-"
         table.add_row(actor.name, str(actor.threads), gpus, *_memory_cells(process))
+        for name in [name for name in memory if name.startswith(f"{actor.name}, worker ")]:
+            table.add_row(name, str(actor.threads), "-", *_memory_cells(memory.pop(name)))
     for process in memory.values():
         table.add_row(process.name, "-", "-", *_memory_cells(process))
     console.print(table)
     if not isinstance(stage.config, AnsweringConfig) and stage.config.training.ranks > 1:
         console.print(_layout_text(stage.config.training), markup=False)
+    if isinstance(stage.config, RLConfig | AnsweringConfig) and stage.config.rollout.tensor_parallel > 1:
+        console.print(_workers_text(stage.config.rollout), markup=False)
     if isinstance(stage.config, RLConfig):
         console.print(_preset_text(stage.config.algorithm), markup=False)
     if stage.placement.alternating:
@@ -299,6 +303,14 @@ def _layout_text(training: TrainingConfig) -> str:
     return (
         f"Learner: {training.ranks} ranks = {training.data_parallel} that learn from different sequences x "
         f"{training.sequence_parallel} that share each of them x {training.tensor_parallel} that share the weights"
+    )
+
+
+def _workers_text(rollout: RolloutConfig) -> str:
+    """How the workers of the rollout engines are arranged."""
+    engines, width = rollout.engines, rollout.tensor_parallel
+    return (
+        f"Rollout: {engines * width} workers = {engines} that answer different prompts x {width} that share the weights"
     )
 
 

@@ -23,7 +23,7 @@ from slipstream.rewards.model import RewardModelSpec
 from slipstream.rollout.group_stream import Generators
 from slipstream.rollout.messages import RolloutEngineSpec
 from slipstream.training.group import LearnerGroup
-from slipstream.weights.plan import ChannelAddress
+from slipstream.weights.plan import ChannelAddress, receiver_indices
 from slipstream.weights.publisher import PROBE_TOKENS, WeightPublisher
 
 if TYPE_CHECKING:
@@ -255,6 +255,7 @@ def _start_rollout_engines(
             seed=config.seed,
             engine_index=index,
             recompute_cache_on_update=config.rollout.recompute_cache_on_update,
+            tensor_parallel=config.rollout.tensor_parallel,
         )
         if config.rollout.engine == "vllm":
             from slipstream.rollout.vllm_engine import VLLMEngine, vllm_environment
@@ -375,8 +376,9 @@ def _weight_channel(
     return ChannelAddress(
         kind=kind,
         run_id=session.run_id,
-        receivers=tuple(receivers),
+        receivers=receiver_indices(receivers, config.rollout.tensor_parallel),
         host=host,
         port=port,
         timeout_s=config.cluster.call_timeout_s,
+        workers_per_engine=config.rollout.tensor_parallel,
     )

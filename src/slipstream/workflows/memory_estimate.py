@@ -23,6 +23,9 @@ CONTROLLER_BASE_BYTES = 400 * MEBIBYTE
 LEARNER_BASE_BYTES = 700 * MEBIBYTE
 TRANSFORMERS_BASE_BYTES = 500 * MEBIBYTE
 VLLM_BASE_BYTES = 2 * GIBIBYTE
+# The same in parts, where an engine has several workers: the engine with its scheduler, and each worker.
+VLLM_SCHEDULER_BASE_BYTES = 1280 * MEBIBYTE
+VLLM_WORKER_BASE_BYTES = 720 * MEBIBYTE
 REWARD_WORKER_BASE_BYTES = 150 * MEBIBYTE
 RAY_BASE_BYTES = 300 * MEBIBYTE
 
@@ -73,7 +76,11 @@ def estimate_memory(
         elif actor.role == "reward":
             parts = {"base": REWARD_WORKER_BASE_BYTES}
         elif actor.role == "rollout" and not isinstance(config, SupervisedConfig):
-            parts = _rollout_parts(config, model, dtype, on_gpu=actor.gpus > 0)
+            if config.rollout.tensor_parallel > 1:
+                processes += _worker_memory(actor.name, config, model, dtype, on_gpu=actor.gpus > 0)
+                parts = {"base": VLLM_SCHEDULER_BASE_BYTES}
+            else:
+                parts = _rollout_parts(config, model, dtype, on_gpu=actor.gpus > 0)
         elif actor.role == "learner" and not isinstance(config, AnsweringConfig):
             is_first = actor.name.endswith(" 0")
             parts = _learner_parts(config, model, dtype, is_first=is_first, teacher=teacher or model)
@@ -227,6 +234,17 @@ def _scoring_parts(
         "weights": model.parameters * BYTES_OF_DTYPE[dtype],
         "activations": activation_bytes(one_block, tokens=tokens, dtype=dtype, checkpointing=False),
     }
+
+
+def _worker_memory(
+    engine_name: str, config: RLConfig | AnsweringConfig, model: ModelFacts, dtype: str, *, on_gpu: bool
+) -> list[ProcessMemory]:
+    """Memory of each worker of a vLLM engine. vLLM divides embeddings and head as well; norms hardly count."""
+    workers = config.rollout.tensor_parallel
+    parts = _rollout_parts(config, model, dtype, on_gpu=on_gpu)
+    divided = {name: math.ceil(size / workers) for name, size in parts.items() if name != "base"}
+    parts = {"base": VLLM_WORKER_BASE_BYTES, **divided}
+    return [ProcessMemory(f"{engine_name}, worker {rank}", None, parts) for rank in range(workers)]
 
 
 def _rollout_parts(
