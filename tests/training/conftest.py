@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+from slipstream.algorithms.objective import Objective
 from slipstream.config.schema import TrainingConfig
 from slipstream.data.trajectory import TrainingExample
 from slipstream.training import group as group_module
@@ -191,6 +192,9 @@ def helpers() -> SimpleNamespace:
         relative_difference=relative_difference,
         make_spec=make_spec,
         run_ranks=run_ranks,
+        exported=exported,
+        poison=poison,
+        step_of=step_of,
         save_tiny_model=save_tiny_model,
     )
 
@@ -225,6 +229,28 @@ def weights(learner: LearnerRank) -> dict[str, torch.Tensor]:
     """All weights of a learner of one rank, copied, by Hugging Face name."""
     with learner._weights.parameters(list(learner._weights.shapes)) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of an exported language model, by Hugging Face name."""
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+def step_of(
+    group: LearnerGroup, examples: Sequence[TrainingExample], objective: Objective
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The metrics of one step of a group of one rank in this process, and by how much it lowered the weights."""
+    rank: Any = group.ranks[0]
+    before = weights(rank.learner)
+    metrics = group.update([examples], objective)
+    return metrics, {name: before[name] - after for name, after in weights(rank.learner).items()}
+
+
+def poison(example: TrainingExample, position: int, name: str) -> TrainingExample:
+    """The example with a NaN at one place of the field `name`."""
+    values = example.token_fields[name].copy()
+    values[position] = np.nan
+    return replace(example, token_fields={**example.token_fields, name: values})
 
 
 def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

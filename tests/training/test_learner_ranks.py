@@ -432,7 +432,7 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_leave_one_for_it(
             assert "error" not in result[place], result[place]["error"]
             assert result[place]["load"].startswith("ranks 1 to 2")
             assert result[place]["update"]["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
-        assert helpers.identical(exported(folder / "export of two"), results[0][place]["weights"])
+        assert helpers.identical(helpers.exported(folder / "export of two"), results[0][place]["weights"])
         back = learner(model_folder, training=options | {"zero_stage": written}, lora=lora)
         back.load(str(folder / "two"))
         for rank in (single, back):
@@ -440,16 +440,12 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_leave_one_for_it(
         assert helpers.relative_difference(helpers.weights(back), helpers.weights(single)) <= 1e-5, (written, read)
         for rank, name in ((single, "straight"), (back, "back")):
             rank.export(str(folder / name))
-        averages = exported(folder / "back"), exported(folder / "straight")
+        averages = helpers.exported(folder / "back"), helpers.exported(folder / "straight")
         assert helpers.relative_difference(*averages) <= 1e-5, (written, read)
     # The second rank did not exist before: its random states come from the seed.
     states = torch.load(tmp_path / "1" / "two" / "random_state_rank_1.pt", weights_only=False)
     torch.manual_seed(5 + 1)
     assert torch.equal(states["torch"], torch.get_rng_state())
-
-
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
 def test_a_rank_whose_peers_never_come_says_whom_it_waited_for(model_folder, helpers, tmp_path):
