@@ -2,7 +2,7 @@
 
 Stands between `data/source.py` and the cursor. The tokens made here are the ones the engine sees and the learner
 trains on; nothing tokenizes the text again. The pieces that conversations need as well (checking messages, putting
-the template and the system prompt around them, rendering) are here too.
+the template and the system prompt around them, rendering) are here too, and so is the walk over the rows of a source.
 """
 
 import unicodedata
