@@ -1,8 +1,9 @@
-"""What tests of every section may use: a tiny policy made from scratch, and rows of data for it."""
+"""What tests of every section may use: a tiny policy made from scratch, rows of data for it, and a wait."""
 
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +93,19 @@ def tiny_process_reward_model(tiny_policy: Path, tiny_tokenizer: Any, tmp_path_f
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """until(condition, limit_s=...): wait until it is true; fails where that takes longer."""
+
+    def wait(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come true in time"
+            time.sleep(0.01)
+
+    return wait
 
 
 @pytest.fixture(scope="session")

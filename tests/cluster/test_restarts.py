@@ -20,13 +20,6 @@ FOREVER_S = 120.0
 SOON_S = 15.0
 
 
-def until(condition: Callable[[], bool], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def engine(session: Any, actor_class: type) -> RemoteEngine:
     started = session.start_engine("rollout engine 0", actor_class, cpus=0.01)
@@ -44,7 +37,7 @@ class Spans:
 
 @pytest.mark.parametrize("is_hung", [False, True])
 def test_an_engine_that_died_or_hangs_is_started_anew_in_its_place(
-    session: Any, engine: RemoteEngine, is_hung: bool
+    session: Any, engine: RemoteEngine, is_hung: bool, until: Callable[..., None]
 ) -> None:
     spans: Any = Spans()
     restarts = EngineRestarts(session, limit=1, start_timeout_s=FOREVER_S, timeline=spans)

@@ -12,13 +12,6 @@ from slipstream.cluster.waits import WaitWatch, announce_long_waits, current_wai
 WAIT_S = 10.0
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
-
-
 def test_a_wait_is_listed_while_it_lasts_with_waiter_whom_and_deadline() -> None:
     assert describe_waits() == ""
     with waiting("learner rank 0: update", deadline_s=60):
@@ -26,7 +19,7 @@ def test_a_wait_is_listed_while_it_lasts_with_waiter_whom_and_deadline() -> None
     assert describe_waits() == ""
 
 
-def test_waits_of_all_threads_are_listed_the_oldest_first() -> None:
+def test_waits_of_all_threads_are_listed_the_oldest_first(until: Callable[..., None]) -> None:
     end = threading.Event()
 
     def wait() -> None:
@@ -83,7 +76,7 @@ def test_a_wait_without_deadline_is_announced_after_a_time_and_one_for_nobody_ne
 
 
 def test_the_watch_looks_by_itself_until_it_is_closed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], until: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(waits, "LOOK_S", 0.01)
     watch = WaitWatch()

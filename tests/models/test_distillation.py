@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.models.attention import PACKED_ATTENTION, packed_sequences
 from slipstream.models.distillation import TeacherStates, compared_with_teacher
@@ -104,27 +103,14 @@ def test_no_tokens_give_empty_results_that_are_still_in_the_graph():
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("divergence", DIRECTIONS)
-def test_neither_whole_matrix_ever_exists_forward_or_backward(divergence):
+def test_neither_whole_matrix_ever_exists_forward_or_backward(divergence, largest_tensor):
     hidden, weight, targets, teacher = make_inputs(120, divergence=divergence)
-    with LargestTensor() as largest:
+    with largest_tensor() as largest:
         log_probs, _, found = compute(hidden, weight, targets, teacher, chunk_tokens=10)
         (found - log_probs).sum().backward()
     assert largest.elements <= max(10 * VOCABULARY, teacher.hidden.numel(), weight.numel())
-    with LargestTensor() as whole:
+    with largest_tensor() as whole:
         compute(hidden, weight, targets, teacher)
     assert whole.elements == 120 * VOCABULARY, "the measurement sees a matrix where there is one"
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.errors import ModelError
 from slipstream.models.attention import PACKED_ATTENTION
@@ -101,27 +100,14 @@ def test_no_tokens_give_empty_results_that_are_still_in_the_graph():
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_the_whole_matrix_never_exists_forward_or_backward(entropy_gradient):
+def test_the_whole_matrix_never_exists_forward_or_backward(entropy_gradient, largest_tensor):
     hidden, weight, targets = make_inputs(120)
-    with LargestTensor() as largest:
+    with largest_tensor() as largest:
         log_probs, entropy = compute(hidden, weight, targets, chunk_tokens=10, entropy_gradient=entropy_gradient)
         (log_probs + entropy).sum().backward()
     assert largest.elements <= max(10 * VOCABULARY, hidden.numel(), weight.numel())
-    with LargestTensor() as whole:
+    with largest_tensor() as whole:
         compute(hidden, weight, targets)
     assert whole.elements == 120 * VOCABULARY, "the measurement sees a matrix where there is one"
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.rewards import reasoning
 from slipstream.rewards.formulas import exact_number
 from slipstream.rewards.function import ScoredText
 from slipstream.rewards.reasoning import REPLACED, gym, read_literal, read_symbolic, reasoning_gym, sympy
@@ -144,6 +145,20 @@ def test_an_answer_that_a_task_cannot_read_is_wrong_and_no_fault() -> None:
     with pytest.raises(ValueError):
         scorer("seven", entry)  # what the package does
     assert grade("seven", entry) == 0.0
+
+
+def test_why_an_answer_could_not_be_read_is_logged_once_for_each_task(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reasoning, "_reported", set())
+    (entry,) = entries("prime_factorization", 1)
+    for answer in ("seven", "eight", entry["answer"]):
+        grade(answer, entry)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "WARNING reward: an answer that its task cannot read gets 0" in line
+    assert "task=prime_factorization" in line
+    assert "ValueError: invalid literal for int() with base 10: 'seven'" in line
+    assert "prime_factorization.py, line" in line
 
 
 def test_a_row_that_cannot_be_scored_is_a_fault_and_not_a_wrong_answer() -> None:

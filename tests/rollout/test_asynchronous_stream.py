@@ -19,18 +19,13 @@ Worlds = Callable[..., Any]
 WAIT_S = 10.0
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
-
-
 def ids(groups: Any) -> list[str]:
     return [group.group_id for group in groups]
 
 
-def test_groups_become_ready_while_nobody_asks_for_them(make_world: Worlds, arrivals: random.Random) -> None:
+def test_groups_become_ready_while_nobody_asks_for_them(
+    make_world: Worlds, arrivals: random.Random, until: Callable[..., None]
+) -> None:
     rollouts = make_world().rollouts(max_staleness=2)
     rollouts.take(4)
     until(lambda: len(rollouts._ready) == 8)
@@ -140,7 +135,9 @@ def test_lengths_trained_on_are_those_issued_where_scoring_takes_longer_for_long
     assert np.mean(by_arrival[:8]) < 0.8 * np.mean(issued[:16]), "short answers did arrive first"
 
 
-def test_a_failed_group_is_replaced_at_once(make_world: Worlds, arrivals: random.Random) -> None:
+def test_a_failed_group_is_replaced_at_once(
+    make_world: Worlds, arrivals: random.Random, until: Callable[..., None]
+) -> None:
     world = make_world()
     world.reward.failing = lambda group_id: group_id == "0-1"
     rollouts = world.rollouts(max_staleness=1)
@@ -151,7 +148,7 @@ def test_a_failed_group_is_replaced_at_once(make_world: Worlds, arrivals: random
 
 
 def test_what_fails_while_nobody_asks_is_told_by_the_next_take_and_publish(
-    make_world: Worlds, arrivals: random.Random
+    make_world: Worlds, arrivals: random.Random, until: Callable[..., None]
 ) -> None:
     world = make_world()
     world.reward.failing = lambda group_id: group_id == "0-6"
@@ -194,7 +191,9 @@ def test_closing_ends_the_pump_and_may_be_repeated(make_world: Worlds, arrivals:
     assert rollouts._pump is not None and not rollouts._pump.is_alive()
 
 
-def test_what_was_in_flight_is_issued_again_and_nothing_twice(make_world: Worlds, arrivals: random.Random) -> None:
+def test_what_was_in_flight_is_issued_again_and_nothing_twice(
+    make_world: Worlds, arrivals: random.Random, until: Callable[..., None]
+) -> None:
     world = make_world()
     rollouts = world.rollouts(max_staleness=2)
     for group in rollouts.take(4):

@@ -123,7 +123,7 @@ def test_an_engine_that_takes_weights_is_asked_for_nothing_before_it_has_them(
 
 
 def test_an_asynchronous_run_brings_weights_while_it_waits_for_groups_and_not_while_it_trains(
-    make_world: Worlds, arrivals: random.Random
+    make_world: Worlds, arrivals: random.Random, until: Callable[..., None]
 ) -> None:
     world = make_world(engines=1, limit=1)
     [engine] = world.engines
@@ -270,13 +270,6 @@ def test_only_the_engine_that_is_silent_is_started_anew(
         assert time.monotonic() - began < WAIT_S
     assert world.restarted == ["rollout engine 0"]
     assert 0.5 <= time.monotonic() - began < 3
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
 
 
 def bring_weights_when_asked(world: Any) -> list[str]:

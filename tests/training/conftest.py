@@ -1,6 +1,9 @@
-"""A tiny model on disk, examples to train on, and learners of one rank in this process."""
+"""A tiny model on disk, examples to train on, and learners: one rank in this process, or several in their own."""
 
-from collections.abc import Callable, Iterator
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,15 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+from slipstream.algorithms.objective import Objective
 from slipstream.config.schema import TrainingConfig
 from slipstream.data.trajectory import TrainingExample
 from slipstream.training import group as group_module
 from slipstream.training.group import LearnerGroup
 from slipstream.training.learner import LearnerRank, LearnerSpec
+from slipstream.training.process_group import open_listener
 
 VOCABULARY = 61
+PROGRAM = Path(__file__).with_name("rank_program.py")
 
 LearnerFactory = Callable[..., LearnerRank]
 
@@ -102,6 +108,29 @@ def learner() -> Iterator[LearnerFactory]:
         rank.shutdown()
 
 
+def run_ranks(jobs: Sequence[list], folder: Path, *, timeout_s: float) -> list[list[dict[str, Any]]]:
+    """Run one job per rank (see `rank_program.py`), each in a process, all at the same time; returns their results."""
+    # Free a moment ago: the ranks are processes of their own, so rank 0 cannot open it before.
+    with open_listener("127.0.0.1") as listener:
+        meeting_point = ("127.0.0.1", int(listener.getsockname()[1]))
+    processes = []
+    try:
+        for rank, job in enumerate(jobs):
+            job_file, result_file = folder / f"job_{rank}.pickle", folder / f"result_{rank}.pickle"
+            job_file.write_bytes(pickle.dumps((meeting_point, job)))
+            command = [sys.executable, str(PROGRAM), str(job_file), str(result_file)]
+            processes.append((subprocess.Popen(command, stderr=subprocess.PIPE, text=True), result_file))
+        results = []
+        for process, result_file in processes:
+            _, errors = process.communicate(timeout=timeout_s)
+            assert process.returncode == 0, errors[-3000:]
+            results.append(pickle.loads(result_file.read_bytes()))
+        return results
+    finally:
+        for process, _ in processes:
+            process.kill()
+
+
 class LocalRank:
     """A learner of this process where the controller expects a remote one."""
 
@@ -162,6 +191,10 @@ def helpers() -> SimpleNamespace:
         identical=identical,
         relative_difference=relative_difference,
         make_spec=make_spec,
+        run_ranks=run_ranks,
+        exported=exported,
+        poison=poison,
+        step_of=step_of,
         save_tiny_model=save_tiny_model,
     )
 
@@ -196,6 +229,28 @@ def weights(learner: LearnerRank) -> dict[str, torch.Tensor]:
     """All weights of a learner of one rank, copied, by Hugging Face name."""
     with learner._weights.parameters(list(learner._weights.shapes)) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of an exported language model, by Hugging Face name."""
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+def step_of(
+    group: LearnerGroup, examples: Sequence[TrainingExample], objective: Objective
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The metrics of one step of a group of one rank in this process, and by how much it lowered the weights."""
+    rank: Any = group.ranks[0]
+    before = weights(rank.learner)
+    metrics = group.update([examples], objective)
+    return metrics, {name: before[name] - after for name, after in weights(rank.learner).items()}
+
+
+def poison(example: TrainingExample, position: int, name: str) -> TrainingExample:
+    """The example with a NaN at one place of the field `name`."""
+    values = example.token_fields[name].copy()
+    values[position] = np.nan
+    return replace(example, token_fields={**example.token_fields, name: values})
 
 
 def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

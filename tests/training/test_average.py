@@ -3,7 +3,6 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from slipstream.algorithms.objective import SupervisedObjective
 from slipstream.config.lora import LoraConfig
@@ -13,10 +12,6 @@ from slipstream.training.average import piece_of
 SUPERVISED = SupervisedObjective()
 STAGES = (0, 1, 2, 3)
 DECAY = 0.6
-
-
-def exported(folder):
-    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -34,10 +29,10 @@ def test_the_export_is_the_average_and_training_goes_on_as_if_there_were_none(
         if seed == 1:
             rank.export(str(tmp_path / "between"))
     rank.export(str(tmp_path / "export"))
-    assert helpers.relative_difference(exported(tmp_path / "export"), expected) <= 1e-6
+    assert helpers.relative_difference(helpers.exported(tmp_path / "export"), expected) <= 1e-6
     assert helpers.identical(helpers.weights(rank), helpers.weights(plain))
     rank.export(str(tmp_path / "live"), live=True)
-    assert helpers.identical(exported(tmp_path / "live"), helpers.weights(plain))
+    assert helpers.identical(helpers.exported(tmp_path / "live"), helpers.weights(plain))
     assert helpers.relative_difference(expected, helpers.weights(plain)) > 1e-3
 
 
@@ -53,7 +48,7 @@ def test_the_average_goes_on_bit_for_bit_from_a_checkpoint(
     for name, rank in (("straight", straight), ("resumed", resumed)):
         rank.update([make_examples(seed=1)], SUPERVISED)
         rank.export(str(tmp_path / name))
-    assert helpers.identical(exported(tmp_path / "resumed"), exported(tmp_path / "straight"))
+    assert helpers.identical(helpers.exported(tmp_path / "resumed"), helpers.exported(tmp_path / "straight"))
 
 
 def test_a_skipped_step_is_not_taken_in(learner, model_folder, make_examples, helpers, tmp_path):
@@ -64,7 +59,7 @@ def test_a_skipped_step_is_not_taken_in(learner, model_folder, make_examples, he
     poisoned[0].token_fields["weight"][:] = float("nan")
     assert rank.update([poisoned], SUPERVISED)["skipped"] == 1
     rank.export(str(tmp_path / "after"))
-    assert helpers.identical(exported(tmp_path / "after"), exported(tmp_path / "before"))
+    assert helpers.identical(helpers.exported(tmp_path / "after"), helpers.exported(tmp_path / "before"))
 
 
 def test_bfloat16_weights_have_a_float32_average_that_small_steps_are_not_lost_in(

@@ -1,7 +1,6 @@
 """A learner rank in the role of the critic: what it computes, and that the policy's invariants are its own too."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,18 +106,12 @@ def test_activation_checkpointing_changes_nothing(critic, make_value_examples, h
     assert helpers.relative_difference(helpers.weights(frugal), helpers.weights(plain)) <= 1e-6
 
 
-def poison(example: TrainingExample, position: int, name: str) -> TrainingExample:
-    values = example.token_fields[name].copy()
-    values[position] = np.nan
-    return replace(example, token_fields={**example.token_fields, name: values})
-
-
 @pytest.mark.parametrize("name", ["weight", "returns", "old_values"])
 def test_a_nan_in_a_masked_slot_changes_nothing_bit_for_bit(name, critic, make_value_examples, helpers):
     examples = make_value_examples()
     clean, poisoned = critic(), critic()
     clean.update([examples], CLIPPED)
-    poisoned.update([[poison(example, 1, name) for example in examples]], CLIPPED)
+    poisoned.update([[helpers.poison(example, 1, name) for example in examples]], CLIPPED)
     assert helpers.identical(helpers.weights(poisoned), helpers.weights(clean))
 
 
@@ -127,7 +120,7 @@ def test_a_nan_at_a_loss_token_skips_the_step_and_names_the_example(stage, criti
     examples = make_value_examples()
     rank = critic(training={"zero_stage": stage})
     before = helpers.weights(rank)
-    metrics = rank.update([examples[:2], [poison(examples[2], 4, "returns")], examples[3:]], VALUE)
+    metrics = rank.update([examples[:2], [helpers.poison(examples[2], 4, "returns")], examples[3:]], VALUE)
     assert metrics["skipped"] == 1 and metrics["nonfinite_examples"] == ["e2"]
     assert helpers.identical(helpers.weights(rank), before)
 

@@ -7,9 +7,6 @@ other: some of them, each stage and each algorithm among them, and with `--every
 
 import math
 import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -31,12 +28,10 @@ from slipstream.data.trajectory import TrainingExample
 from slipstream.training.checkpoint_weights import read_weights
 from slipstream.training.learner import LearnerRank
 from slipstream.training.mesh import Mesh
-from slipstream.training.process_group import open_listener
 from slipstream.training.reference import TeacherSpec
 from slipstream.weights.checksum import tensor_checksum
 from slipstream.weights.plan import ChannelAddress
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
 TIMEOUT_S = 600
 STAGES = (0, 1, 2, 3)
 MESHES = (Mesh(1, 2, 1), Mesh(2, 2, 1), Mesh(2, 1, 1), Mesh(1, 1, 2), Mesh(1, 2, 2), Mesh(2, 1, 2))
@@ -45,28 +40,6 @@ MESHES = (Mesh(1, 2, 1), Mesh(2, 2, 1), Mesh(2, 1, 1), Mesh(1, 1, 2), Mesh(1, 2,
 STEP_IS_GRADIENT = {"learning_rate": 1e6, "epsilon": 1e3, "gradient_clip": 1e9, "logits_chunk_tokens": 4}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * TIMEOUT_S)]
-
-
-def run_mesh(mesh: Mesh, jobs: list[list], folder: Path) -> list[list[dict[str, Any]]]:
-    """Run one job per rank, each in a process, all at the same time; returns their results."""
-    with open_listener("127.0.0.1") as listener:
-        meeting_point = ("127.0.0.1", int(listener.getsockname()[1]))
-    processes = []
-    try:
-        for rank, job in enumerate(jobs):
-            job_file, result_file = folder / f"job_{rank}.pickle", folder / f"result_{rank}.pickle"
-            job_file.write_bytes(pickle.dumps((meeting_point, job)))
-            command = [sys.executable, str(PROGRAM), str(job_file), str(result_file)]
-            processes.append((subprocess.Popen(command, stderr=subprocess.PIPE, text=True), result_file))
-        results = []
-        for process, result_file in processes:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors[-3000:]
-            results.append(pickle.loads(result_file.read_bytes()))
-        return results
-    finally:
-        for process, _ in processes:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +140,7 @@ def compare(
             )
             calls = [("before", "weights", ()), ("update", "update", (share, case.objective)), ("after", "weights", ())]
             jobs[-1].append((spec, calls))
-    results = run_mesh(mesh, jobs, folder)
+    results = helpers.run_ranks(jobs, folder, timeout_s=TIMEOUT_S)
     differences, wrong_metrics = {}, []
     for place, (name, (case, _)) in enumerate(cells.items()):
         single = learner(case.folder, training=STEP_IS_GRADIENT | {"zero_stage": 0}, **case.options)
@@ -364,7 +337,7 @@ def test_ranks_that_share_rows_or_weights_save_go_on_export_publish_and_skip_as_
     for rank in range(mesh.ranks):
         spec = helpers.make_spec(folders["policy"], training={"zero_stage": stage}, rank=rank, **layout)
         jobs.append([(spec, first), (spec, second)])
-    results = run_mesh(mesh, jobs, tmp_path)
+    results = helpers.run_ranks(jobs, tmp_path, timeout_s=TIMEOUT_S)
     single = learner(folders["policy"], training={"zero_stage": stage})
     single.update([examples], objective)
     log_probs = single.log_probs([examples], "policy")

@@ -159,18 +159,12 @@ def test_a_step_of_zero_weight_micro_batches_alone_leaves_the_weights(learner, m
     assert helpers.identical(helpers.weights(rank), before)
 
 
-def poison(example: TrainingExample, position: int, name: str) -> TrainingExample:
-    values = example.token_fields[name].copy()
-    values[position] = np.nan
-    return replace(example, token_fields={**example.token_fields, name: values})
-
-
 @pytest.mark.parametrize("name", ["weight", "advantages"])
 def test_a_nan_in_a_masked_slot_changes_nothing_bit_for_bit(name, learner, model_folder, make_examples, helpers):
     examples = make_examples()
     clean, poisoned = learner(model_folder), learner(model_folder)
     clean_metrics = clean.update([examples], POLICY)
-    metrics = poisoned.update([[poison(example, 1, name) for example in examples]], POLICY)
+    metrics = poisoned.update([[helpers.poison(example, 1, name) for example in examples]], POLICY)
     assert helpers.identical(helpers.weights(poisoned), helpers.weights(clean))
     del clean_metrics["seconds"], metrics["seconds"]
     assert metrics == clean_metrics
@@ -188,7 +182,7 @@ def test_a_nan_at_a_loss_token_skips_the_step_and_names_the_example(
     rank = learner(model_folder, training={"zero_stage": stage})
     rank.update([examples], POLICY)
     before = helpers.weights(rank)
-    metrics = rank.update([examples[:2], [poison(examples[2], 4, name)], examples[3:]], POLICY)
+    metrics = rank.update([examples[:2], [helpers.poison(examples[2], 4, name)], examples[3:]], POLICY)
     assert metrics["skipped"] == 1 and metrics["nonfinite_examples"] == ["e2"]
     assert np.isnan(metrics["gradient_norm"])
     assert helpers.identical(helpers.weights(rank), before)
@@ -201,7 +195,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_optimizer(stage, learner, model_f
     straight.update([examples], POLICY)
     straight.update([examples[:3], examples[3:]], POLICY)
     interrupted.update([examples], POLICY)
-    interrupted.update([examples[:2], [poison(examples[2], 4, "advantages")], examples[3:]], POLICY)
+    interrupted.update([examples[:2], [helpers.poison(examples[2], 4, "advantages")], examples[3:]], POLICY)
     metrics = interrupted.update([examples[:3], examples[3:]], POLICY)
     assert metrics["skipped"] == 0 and "nonfinite_examples" not in metrics
     assert helpers.identical(helpers.weights(interrupted), helpers.weights(straight))
@@ -340,7 +334,9 @@ def test_bfloat16_weights_train_with_a_float32_copy(stage, learner, model_folder
     assert losses[-1] < losses[0]
     before = helpers.weights(rank)
     assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
-    metrics = rank.update([[poison(example, 2, "weight") for example in make_examples()]], SupervisedObjective())
+    metrics = rank.update(
+        [[helpers.poison(example, 2, "weight") for example in make_examples()]], SupervisedObjective()
+    )
     assert metrics["skipped"] == 1
     assert helpers.identical(helpers.weights(rank), before)
 

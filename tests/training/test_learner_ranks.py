@@ -4,9 +4,7 @@ Starting processes is the slow part, so one pair runs a whole story at every ZeR
 critic, and the tests look at its parts; a second pair goes on from the checkpoints of the first.
 """
 
-import pickle
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -30,13 +28,11 @@ from slipstream.data.preferences import PreferencePair, answer_examples, pair_ex
 from slipstream.data.shared_prompts import plan_with_shared_prompts
 from slipstream.data.trajectory import TrainingExample
 from slipstream.errors import TrainingError
-from slipstream.training.process_group import open_listener
 from slipstream.training.reference import TeacherSpec
 from slipstream.weights.checksum import tensor_checksum
 from slipstream.weights.plan import ChannelAddress
 from slipstream.workflows.batch import with_weights
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
 POLICY = PolicyObjective(clip_low=0.2, clip_high=0.2)
 VALUE = ValueObjective(value_clip=0.2)
 STAGES = (0, 1, 2, 3)
@@ -54,32 +50,6 @@ SETTINGS = {"logits_chunk_tokens": 4, "gradient_clip": 0.5}
 PROBE = np.arange(1, 6)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
-
-
-def free_port() -> int:
-    """A port that was free a moment ago: the ranks are processes of their own, so rank 0 cannot open it before."""
-    with open_listener("127.0.0.1") as listener:
-        return int(listener.getsockname()[1])
-
-
-def run_ranks(jobs: list[list], folder: Path) -> list[list[dict[str, Any]]]:
-    """Run one job per rank, each in a process, all at the same time; returns their results."""
-    processes, meeting_point = [], ("127.0.0.1", free_port())
-    try:
-        for rank, job in enumerate(jobs):
-            job_file, result_file = folder / f"job_{rank}.pickle", folder / f"result_{rank}.pickle"
-            job_file.write_bytes(pickle.dumps((meeting_point, job)))
-            command = [sys.executable, str(PROGRAM), str(job_file), str(result_file)]
-            processes.append((subprocess.Popen(command, stderr=subprocess.PIPE, text=True), result_file))
-        results = []
-        for process, result_file in processes:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors[-3000:]
-            results.append(pickle.loads(result_file.read_bytes()))
-        return results
-    finally:
-        for process, _ in processes:
-            process.kill()
 
 
 class Story:
@@ -107,7 +77,7 @@ class Story:
         return str(self.folder / f"export-{stage}")
 
     def calls(self, rank: int, stage: int) -> list[tuple[str, str, tuple]]:
-        channel = ChannelAddress("shared_memory", f"test-ranks-{stage}-{free_port()}")
+        channel = ChannelAddress("shared_memory", f"test-ranks-{stage}-{os.getpid()}")
         return [
             ("first", "update", (self.shares_of_three[rank], POLICY)),
             ("second", "update", (self.shares_of_five[rank], POLICY)),
@@ -173,7 +143,7 @@ def run_story(story, model_folder, helpers) -> Callable:
                     spec = helpers.make_spec(model_folder, training=settings, **changes)
                     job.append((spec, calls_of_role(rank, stage)))
             jobs.append(job)
-        results = run_ranks(jobs, story.folder)
+        results = helpers.run_ranks(jobs, story.folder, timeout_s=TIMEOUT_S)
         count = len(STAGES)
         return [answers[:count] for answers in results], [answers[count:] for answers in results]
 
@@ -322,7 +292,7 @@ def test_two_reward_model_ranks_compute_what_one_does(learner, reward_model_fold
     )
     assert held_out["accuracy"] == pytest.approx(right / 3)
     expected = single.update([examples], objective)
-    for ours, theirs in zip(*run_ranks(jobs, tmp_path), strict=True):
+    for ours, theirs in zip(*helpers.run_ranks(jobs, tmp_path, timeout_s=TIMEOUT_S), strict=True):
         assert helpers.relative_difference(ours["weights"], helpers.weights(single)) <= 1e-5
         for name in expected.keys() - {"seconds"}:
             assert ours["update"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
@@ -362,7 +332,7 @@ def test_two_ranks_learn_from_preferences_what_one_does(learner, model_folder, h
         for stage, objective in [*objectives.items(), (1, kto)]:
             calls = [("update", "update", (shares[rank], objective)), ("weights", "weights", ())]
             jobs[-1].append((helpers.make_spec(model_folder, training={"zero_stage": stage}, **changes), calls))
-    first, second = run_ranks(jobs, tmp_path)
+    first, second = helpers.run_ranks(jobs, tmp_path, timeout_s=TIMEOUT_S)
     for objective, places in ((objectives[1], STAGES), (kto, (len(STAGES),))):
         single = learner(model_folder, temperature=1.0)
         expected = single.update([examples], objective)
@@ -400,7 +370,7 @@ def test_two_ranks_learn_from_a_teacher_from_entropy_and_by_imitation_what_one_d
             training = SETTINGS | {"zero_stage": stage}
             options = changes(name) | {"rank": rank, "data_parallel": 2}
             jobs[-1].append((helpers.make_spec(model_folder, training=training, **options), calls))
-    first, second = run_ranks(jobs, tmp_path)
+    first, second = helpers.run_ranks(jobs, tmp_path, timeout_s=TIMEOUT_S)
     for name, objective in objectives.items():
         single = learner(model_folder, training=SETTINGS, **changes(name))
         expected = single.update([[a, b, c]], objective)
@@ -454,7 +424,7 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_leave_one_for_it(
                 ("export", "export", (str(tmp_path / str(place) / "export of two"), True)),
             ]
             jobs[rank].append((spec, calls))
-    results = run_ranks(jobs, tmp_path)
+    results = helpers.run_ranks(jobs, tmp_path, timeout_s=TIMEOUT_S)
     for place, (written, read, lora) in enumerate(cells):
         single, folder = straight[place], tmp_path / str(place)
         expected = single.update([story.five], POLICY)
@@ -462,7 +432,7 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_leave_one_for_it(
             assert "error" not in result[place], result[place]["error"]
             assert result[place]["load"].startswith("ranks 1 to 2")
             assert result[place]["update"]["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
-        assert helpers.identical(exported(folder / "export of two"), results[0][place]["weights"])
+        assert helpers.identical(helpers.exported(folder / "export of two"), results[0][place]["weights"])
         back = learner(model_folder, training=options | {"zero_stage": written}, lora=lora)
         back.load(str(folder / "two"))
         for rank in (single, back):
@@ -470,7 +440,7 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_leave_one_for_it(
         assert helpers.relative_difference(helpers.weights(back), helpers.weights(single)) <= 1e-5, (written, read)
         for rank, name in ((single, "straight"), (back, "back")):
             rank.export(str(folder / name))
-        averages = exported(folder / "back"), exported(folder / "straight")
+        averages = helpers.exported(folder / "back"), helpers.exported(folder / "straight")
         assert helpers.relative_difference(*averages) <= 1e-5, (written, read)
     # The second rank did not exist before: its random states come from the seed.
     states = torch.load(tmp_path / "1" / "two" / "random_state_rank_1.pt", weights_only=False)
@@ -478,13 +448,9 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_leave_one_for_it(
     assert torch.equal(states["torch"], torch.get_rng_state())
 
 
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-
-
 def test_a_rank_whose_peers_never_come_says_whom_it_waited_for(model_folder, helpers, tmp_path):
     spec = helpers.make_spec(model_folder, rank=0, data_parallel=2, timeout_s=3.0)
-    [[answers]] = run_ranks([[(spec, [])]], tmp_path)
+    [[answers]] = helpers.run_ranks([[(spec, [])]], tmp_path, timeout_s=TIMEOUT_S)
     assert isinstance(answers["error"], TrainingError)
     assert "rank 0 waited 3 s for the other 1 ranks" in str(answers["error"])
 
@@ -520,7 +486,7 @@ def test_every_loss_aggregation_and_correction_has_one_gradient_on_one_rank_and_
         spec = helpers.make_spec(model_folder, training=training, rank=rank, data_parallel=2)
         calls = [(str(number), "update", update) for number, update in enumerate(updates[rank])]
         jobs.append([(spec, [*calls, ("weights", "weights", ())])])
-    [[ours], [theirs]] = run_ranks(jobs, tmp_path)
+    [[ours], [theirs]] = helpers.run_ranks(jobs, tmp_path, timeout_s=TIMEOUT_S)
     for number, update in enumerate(updates[2]):
         expected = single.update(*update)
         assert expected["gradient_norm"] > 1e-3
@@ -552,7 +518,7 @@ def test_two_ranks_that_split_a_group_compute_what_plain_packing_does(learner, m
         jobs.append([(spec, calls) for spec in specs])
     single = learner(model_folder)
     expected = single.update([examples], POLICY)
-    for ours, theirs in zip(*run_ranks(jobs, tmp_path), strict=True):
+    for ours, theirs in zip(*helpers.run_ranks(jobs, tmp_path, timeout_s=TIMEOUT_S), strict=True):
         assert helpers.relative_difference(ours["weights"], helpers.weights(single)) <= 1e-5
         assert helpers.identical(theirs["weights"], ours["weights"])
         for name in expected.keys() - {"seconds"}:

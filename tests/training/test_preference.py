@@ -126,14 +126,6 @@ def plain_kto_loss(policy, reference, rows: list[AnswerRow]) -> tuple[torch.Tens
     return torch.stack(losses).mean(), point.item()
 
 
-def gradient_of(group: LearnerGroup, examples, objective, helpers) -> tuple[dict, dict]:
-    """The metrics of one step, and its gradient as the step of the optimizer shows it."""
-    rank = group.ranks[0].learner
-    before = helpers.weights(rank)
-    metrics = group.update([examples], objective)
-    return metrics, {name: before[name] - after for name, after in helpers.weights(rank).items()}
-
-
 def as_step(model) -> dict[str, torch.Tensor]:
     """A first step of AdamW: the rate times g / (|g| + epsilon)."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -150,7 +142,7 @@ def test_a_step_on_pairs_is_that_of_a_plain_computation(
     loss.backward()
     with_both = with_reference(rows, group(other_model_folder, tokens), role="policy")
     ours = group(model_folder, tokens, training={"zero_stage": 0, **STEP_IS_GRADIENT})
-    metrics, gradient = gradient_of(ours, with_row_mean_weights(with_both), objective, helpers)
+    metrics, gradient = helpers.step_of(ours, with_row_mean_weights(with_both), objective)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert max(values.abs().max() for values in gradient.values()) > 1e-2
     assert helpers.relative_difference(gradient, as_step(policy)) <= 1e-5
@@ -164,7 +156,7 @@ def test_a_step_of_kto_is_that_of_a_plain_computation(tokens, group, model_folde
     ours = group(model_folder, tokens, 1, training={"zero_stage": 0, **STEP_IS_GRADIENT})
     prepared = with_reference(rows, group(other_model_folder, tokens, 1), role="policy")
     prepared = with_reference_point(prepared, ours)
-    metrics, gradient = gradient_of(ours, with_row_mean_weights(prepared), KTO, helpers)
+    metrics, gradient = helpers.step_of(ours, with_row_mean_weights(prepared), KTO)
     assert point > 0.1 and metrics["kl"] == pytest.approx(point, rel=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     # Answers pull against each other here, so that float32 alone comes near to 1e-5, on some processors above.

@@ -75,14 +75,6 @@ def group(one_rank_group):
     return make
 
 
-def learned(group, examples, objective, helpers):
-    """Metrics of a step and how it moved the weights."""
-    rank = group.ranks[0].learner
-    before = helpers.weights(rank)
-    metrics = group.update([examples], objective)
-    return metrics, {name: before[name] - after for name, after in helpers.weights(rank).items()}
-
-
 def assert_equal_steps(found, expected, helpers):
     """To rounding, which the large weights of the tiny model blow up."""
     assert found[0]["skipped"] == 0
@@ -98,7 +90,7 @@ def test_a_step_of_policy_training_equals_plain_packing(stage, tokens, group, mo
     training = STEP_IS_GRADIENT | {"zero_stage": stage}
     shared = group(model_folder, True, tokens=tokens, training=training)
     plain = group(model_folder, False, training=training)
-    found, expected = (learned(one, make_batch(), POLICY, helpers) for one in (shared, plain))
+    found, expected = (helpers.step_of(one, make_batch(), POLICY) for one in (shared, plain))
     assert_equal_steps(found, expected, helpers)
 
 
@@ -137,7 +129,7 @@ def test_log_probs_and_values_come_by_example(tokens, group, model_folder, rewar
 def test_a_step_of_the_critic_equals_plain_packing(group, reward_model_folder, helpers):
     critic = {"role": "critic", "model_key": "critic.path"}
     steps = (
-        learned(group(reward_model_folder, shared, **critic), make_batch(), ValueObjective(value_clip=0.2), helpers)
+        helpers.step_of(group(reward_model_folder, shared, **critic), make_batch(), ValueObjective(value_clip=0.2))
         for shared in (True, False)
     )
     assert_equal_steps(*steps, helpers)
@@ -150,7 +142,7 @@ def test_a_step_on_pairs_equals_plain_packing(tokens, group, model_folder, rewar
     for folder, changes, examples, objective in (preference, scores):
         shared = group(folder, True, tokens=tokens, per_unit=2, **changes)
         plain = group(folder, False, per_unit=2, **changes)
-        assert_equal_steps(*(learned(one, examples, objective, helpers) for one in (shared, plain)), helpers)
+        assert_equal_steps(*(helpers.step_of(one, examples, objective) for one in (shared, plain)), helpers)
 
 
 def test_a_nan_is_told_apart_from_those_of_the_group_and_equal_steps_are_equal_bit_for_bit(
@@ -164,11 +156,11 @@ def test_a_nan_is_told_apart_from_those_of_the_group_and_equal_steps_are_equal_b
     poisoned = replace(examples[bad], token_fields={**examples[bad].token_fields, "advantages": advantages})
     skipped = first.update([[*examples[:bad], poisoned, *examples[bad + 1 :]]], POLICY)
     assert skipped["skipped"] == 1 and skipped["nonfinite_examples"] == ["1/2"]
-    found, expected = (learned(one, examples, POLICY, helpers) for one in (first, second))
+    found, expected = (helpers.step_of(one, examples, POLICY) for one in (first, second))
     assert helpers.identical(found[1], expected[1])
 
 
 def test_activation_checkpointing_changes_nothing(group, model_folder, helpers):
     plain, frugal = (group(model_folder, True, activation_checkpointing=on) for on in (False, True))
-    found, expected = (learned(one, make_batch(), POLICY, helpers) for one in (frugal, plain))
+    found, expected = (helpers.step_of(one, make_batch(), POLICY) for one in (frugal, plain))
     assert_equal_steps(found, expected, helpers)

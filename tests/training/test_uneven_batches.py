@@ -4,9 +4,6 @@ Whatever is learned, every rank takes part in the same collectives. The batches 
 and computed by two ranks in processes of their own. Their start is what takes time, so one pair of them has all cases.
 """
 
-import pickle
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,7 @@ from slipstream.data.steps import LabelledSteps, step_example
 from slipstream.data.trajectory import TrainingExample
 from slipstream.training import group as group_module
 from slipstream.training.group import LearnerGroup
-from slipstream.training.process_group import open_listener
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
 # A rank that waits for another in vain says so after a minute (`timeout_s` of `make_spec`).
 TIMEOUT_S = 240
 # The longest row has a micro-batch of its own, the others share one: one rank has more of them than the other.
@@ -138,28 +133,7 @@ def answers(model_folder: Path, helpers: Any, tmp_path_factory: pytest.TempPathF
                 changes = {"rank": rank, "data_parallel": RANKS, "role": case.role}
                 spec = helpers.make_spec(model_folder, training={"zero_stage": stage}, **changes)
                 jobs[rank].append((spec, calls[name][rank]))
-    return run_ranks(jobs, folder)
-
-
-def run_ranks(jobs: list[list[Any]], folder: Path) -> list[list[dict[str, Any]]]:
-    with open_listener("127.0.0.1") as listener:
-        meeting_point = ("127.0.0.1", int(listener.getsockname()[1]))
-    processes = []
-    try:
-        for rank, job in enumerate(jobs):
-            files = folder / f"job_{rank}.pickle", folder / f"result_{rank}.pickle"
-            files[0].write_bytes(pickle.dumps((meeting_point, job)))
-            command = [sys.executable, str(PROGRAM), *map(str, files)]
-            processes.append((subprocess.Popen(command, stderr=subprocess.PIPE, text=True), files[1]))
-        results = []
-        for process, result in processes:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors[-3000:]
-            results.append(pickle.loads(result.read_bytes()))
-        return results
-    finally:
-        for process, _ in processes:
-            process.kill()
+    return helpers.run_ranks(jobs, folder, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("name", make_cases())

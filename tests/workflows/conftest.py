@@ -6,6 +6,7 @@ policy differ in, and does on request, by a file in its control folder, what a r
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,10 @@ class Workbench:
         """The metrics as they are, line by line."""
         return read_metrics(self.folder / output / "metrics.jsonl")
 
+    def summary(self, output: str) -> dict[str, Any]:
+        """What the run found out, as its directory has it."""
+        return json.loads((self.folder / output / "summary.json").read_text())
+
     def spans(self, output: str) -> dict[str, list[tuple[str, float, float]]]:
         """What each lane of the timeline did: (name, start, end) in microseconds."""
         events = read_timeline(self.folder / output / "timeline.json")
@@ -320,6 +325,12 @@ class Workbench:
         """Until the metrics of `step` are written."""
         path = self.folder / output / "metrics.jsonl"
         self.wait_until(process, lambda: path.exists() and path.read_text().count("\n") >= step, f"step {step}")
+
+    def kill_at_step(self, process: Process, output: str, step: int) -> None:
+        """Kill the run, with all it has started, once the metrics of `step` are written."""
+        self.wait_for_step(process, output, step)
+        process.kill_all()
+        process.finish()
 
     def hang_in_step(self, process: Process, output: str, step: int) -> None:
         """Return in the middle of generating `step` or the one after: scoring hangs there until `release`."""
@@ -370,6 +381,25 @@ def succeeded(process: Process) -> Process:
 
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+@pytest.fixture(scope="session")
+def make_preferences() -> Callable[[Iterable[int], int], list[dict[str, str]]]:
+    """make_preferences(numbers, seed): rows with a better and a worse answer.
+
+    Of two digits the larger one is the better answer, whatever the question, which `numbers` stand for.
+    """
+
+    def make(numbers: Iterable[int], seed: int) -> list[dict[str, str]]:
+        generator = random.Random(seed)
+        rows = []
+        for number in numbers:
+            worse, better = sorted(generator.sample(range(10), 2))
+            question = f"What is {number % 10} + {number // 10}?"
+            rows.append({"prompt": question, "chosen": str(better), "rejected": str(worse)})
+        return rows
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import json
 import signal
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,25 +35,18 @@ def stale_run(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     return bench
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-
-
-def assert_each_trained_once(run: Path) -> None:
-    counts = Counter((event["event"], event["group"]) for event in events(run))
-    issued = {group for event, group in counts if event == "issued"}
-    assert {group for event, group in counts if event == "trained"} == issued
-    assert len(issued) == STEPS * GROUPS_PER_STEP, "no more is issued than is trained on"
-    assert set(counts.values()) == {1}
-    trained = [event["step"] for event in events(run) if event["event"] == "trained"]
-    assert Counter(trained) == dict.fromkeys(range(1, STEPS + 1), GROUPS_PER_STEP)
+def assert_each_trained_once(bench: Any) -> None:
+    """And no prompt was dropped: no more is issued than is trained on."""
+    bench.assert_each_trained_once("run", steps=STEPS, groups_per_step=GROUPS_PER_STEP)
+    count = STEPS * GROUPS_PER_STEP
+    assert Counter(event["event"] for event in bench.events("run")) == {"issued": count, "trained": count}
 
 
 def test_every_prompt_is_trained_on_once_and_in_the_order_of_issue(stale_run: Any) -> None:
-    run = stale_run.folder / "run"
-    assert_each_trained_once(run)
-    issued = [event["group"] for event in events(run) if event["event"] == "issued"]
-    trained = [event["group"] for event in events(run) if event["event"] == "trained"]
+    assert_each_trained_once(stale_run)
+    events = stale_run.events("run")
+    issued = [event["group"] for event in events if event["event"] == "issued"]
+    trained = [event["group"] for event in events if event["event"] == "trained"]
     assert trained == issued
 
 
@@ -136,7 +128,7 @@ def test_a_killed_run_goes_on_and_trains_every_prompt_once(bench: Any) -> None:
 
     bench.release()
     bench.resume("run")
-    assert_each_trained_once(bench.folder / "run")
+    assert_each_trained_once(bench)
     metrics = bench.measured("run")
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert max(line["staleness/max"] for line in metrics) <= 2
@@ -172,7 +164,7 @@ def test_dynamic_sampling_replaces_groups_while_the_learner_trains(bench: Any) -
         "rollout.max_response_tokens": 2,
     }
     bench.run("rl", "run", settings(bench) | changes)
-    ends = Counter(event["event"] for event in events(bench.folder / "run"))
+    ends = Counter(event["event"] for event in bench.events("run"))
     assert ends["trained"] == STEPS * GROUPS_PER_STEP
     assert ends["issued"] == ends["trained"] + ends["filtered"], "what was issued has its end in the ledger"
     filtered = sum(line["dynamic_sampling/groups_filtered"] for line in bench.measured("run"))
@@ -203,7 +195,7 @@ def test_ppo_with_vllm_trains_every_prompt_once_on_tokens_of_several_versions(be
         "reward.workers": 4,
     }
     bench.run("rl", "run", bench.remembering_settings() | changes)
-    assert_each_trained_once(bench.folder / "run")
+    assert_each_trained_once(bench)
     metrics = bench.measured("run")
     assert max(line["staleness/max"] for line in metrics) == 1
     assert not any("non_finite" in line for line in metrics)

@@ -90,8 +90,7 @@ def runs(make_workbench: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.Temp
 
 
 def curve(bench: Any, output: str, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (bench.folder / output / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
+    return [line[name] for line in bench.measured(output) if name in line]
 
 
 @pytest.mark.slow

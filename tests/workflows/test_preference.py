@@ -1,7 +1,5 @@
 """Preference training as a whole: learns, repeats, resumes, on two ranks, from pairs and from single answers."""
 
-import json
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,7 @@ from slipstream.config.preference import PreferenceConfig
 from slipstream.errors import DataError
 from slipstream.workflows.preference import load_answers, make_objective
 
-
-def preferences(numbers: Iterable[int], seed: int) -> list[dict[str, str]]:
-    """Of two digits the larger one is the better answer, whatever the question, which `numbers` stand for."""
-    generator = random.Random(seed)
-    rows = []
-    for number in numbers:
-        worse, better = sorted(generator.sample(range(10), 2))
-        question = f"What is {number % 10} + {number // 10}?"
-        rows.append({"prompt": question, "chosen": str(better), "rejected": str(worse)})
-    return rows
+Preferences = Callable[[Iterable[int], int], list[dict[str, str]]]
 
 
 def labelled(pairs: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -35,10 +24,15 @@ def labelled(pairs: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(make_workbench: Any, write_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def runs(
+    make_workbench: Any,
+    make_preferences: Preferences,
+    write_rows: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Any:
     """DPO with a cached reference, once and once interrupted and resumed; KTO on two ranks with one in memory."""
     bench = make_workbench(tmp_path_factory.mktemp("preference"))
-    training, held_out = preferences([*range(80)] * 3, seed=0), preferences([*range(80, 100)] * 2, seed=1)
+    training, held_out = make_preferences([*range(80)] * 3, seed=0), make_preferences([*range(80, 100)] * 2, seed=1)
     write_rows(bench.folder / "pairs.jsonl", training)
     write_rows(bench.folder / "held_out.jsonl", held_out)
     write_rows(bench.folder / "labelled.jsonl", labelled(training))
@@ -61,25 +55,18 @@ def runs(make_workbench: Any, write_rows: Callable[..., Path], tmp_path_factory:
     }
     pairs = settings | {"loss": "dpo", "reference": "cached"}
     bench.run("preference", "once", pairs)
-    interrupted = bench.start("preference", "resumed", pairs)
-    bench.wait_for_step(interrupted, "resumed", 12)
-    interrupted.kill_all()
-    interrupted.finish()
+    bench.kill_at_step(bench.start("preference", "resumed", pairs), "resumed", 12)
     bench.resume("resumed")
     single = {"data.source": "labelled.jsonl", "evaluation_data.source": "held_out_labelled.jsonl"}
     bench.run("preference", "kto", settings | single | {"loss": "kto", "training.data_parallel": 2})
     return bench
 
 
-def lines(bench: Any, output: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (bench.folder / output / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run", ["once", "kto"])
 def test_it_learns_which_answers_of_held_out_questions_are_better(runs: Any, run: str) -> None:
-    found = lines(runs, run)
+    found = runs.measured(run)
     measured = {line["step"]: line for line in found if "evaluation/loss" in line}
     assert list(measured) == [10, 20, 30]
     # 0.5 is chance. The loss starts where policy and reference are one: log 2, and for KTO half.
@@ -87,7 +74,7 @@ def test_it_learns_which_answers_of_held_out_questions_are_better(runs: Any, run
     assert measured[30]["evaluation/reward_margin"] > 0.3
     assert measured[30]["evaluation/loss"] < found[0]["loss"]
     assert found[0]["loss"] == pytest.approx(0.5 if run == "kto" else 0.693147, rel=1e-5)
-    summary = json.loads((runs.folder / run / "summary.json").read_text())
+    summary = runs.summary(run)
     assert summary["workflow"] == "preference" and summary["accuracy"] == measured[30]["evaluation/accuracy"]
     assert (runs.folder / run / "report.html").is_file()
 
@@ -105,7 +92,7 @@ def test_the_export_is_a_policy_with_the_margins_that_were_measured(runs: Any) -
     import torch
     from transformers import AutoModelForCausalLM
 
-    summary = json.loads((runs.folder / "once/summary.json").read_text())
+    summary = runs.summary("once")
     policy = AutoModelForCausalLM.from_pretrained(summary["export"], dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(runs.policy, dtype=torch.float32)
 
@@ -127,7 +114,7 @@ def test_the_export_is_a_policy_with_the_margins_that_were_measured(runs: Any) -
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kto_reports_the_divergence_it_measures(runs: Any) -> None:
-    found = [line["kl"] for line in lines(runs, "kto")]
+    found = [line["kl"] for line in runs.measured("kto")]
     assert found[0] == 0.0 and min(found) >= 0.0
 
 
@@ -138,9 +125,9 @@ def config(pairs: Path, policy: Path, **keys: object) -> PreferenceConfig:
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_held_out_questions_are_not_trained_on(
-    loss: str, tiny_policy: Path, tmp_path: Path, write_rows: Callable[..., Path]
+    loss: str, tiny_policy: Path, tmp_path: Path, make_preferences: Preferences, write_rows: Callable[..., Path]
 ) -> None:
-    rows = preferences(range(6), seed=1)
+    rows = make_preferences(range(6), seed=1)
     rows = rows if loss == "dpo" else labelled(rows)
     everything = write_rows(tmp_path / "all.jsonl", rows)
     held_out = write_rows(tmp_path / "held_out.jsonl", rows[2:4])
@@ -151,9 +138,9 @@ def test_held_out_questions_are_not_trained_on(
 
 
 def test_data_that_cannot_be_used_is_named_by_its_section(
-    tiny_policy: Path, tmp_path: Path, write_rows: Callable[..., Path]
+    tiny_policy: Path, tmp_path: Path, make_preferences: Preferences, write_rows: Callable[..., Path]
 ) -> None:
-    good = write_rows(tmp_path / "good.jsonl", preferences(range(3), seed=1))
+    good = write_rows(tmp_path / "good.jsonl", make_preferences(range(3), seed=1))
     bad = write_rows(tmp_path / "bad.jsonl", [{"prompt": "a?", "chosen": "1", "rejected": "1"}])
     with pytest.raises(DataError, match=r"evaluation_data\.source: no row .* 1 both answers are the same"):
         load_answers(config(good, tiny_policy, **{"evaluation_data.source": bad}))

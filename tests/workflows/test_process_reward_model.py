@@ -55,17 +55,10 @@ def runs(make_workbench: Any, write_rows: Callable[..., Path], tmp_path_factory:
         "tracking.tensorboard": False,
     }
     bench.run("reward-model", "once", settings)
-    interrupted = bench.start("reward-model", "resumed", settings)
-    bench.wait_for_step(interrupted, "resumed", 30)
-    interrupted.kill_all()
-    interrupted.finish()
+    bench.kill_at_step(bench.start("reward-model", "resumed", settings), "resumed", 30)
     bench.resume("resumed")
     bench.run("reward-model", "ranks", settings | {"training.data_parallel": 2, "steps": 10})
     return bench
-
-
-def lines(bench: Any, output: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (bench.folder / output / "metrics.jsonl").read_text().splitlines()]
 
 
 def scores(bench: Any, output: str) -> list[dict[str, Any]]:
@@ -75,10 +68,10 @@ def scores(bench: Any, output: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_learns_which_steps_of_held_out_answers_are_right(runs: Any) -> None:
-    last = lines(runs, "once")[-1]
+    last = runs.measured("once")[-1]
     assert last["evaluation/accuracy"] > 0.9
-    assert last["evaluation/loss"] < 0.5 * lines(runs, "once")[0]["loss"]
-    summary = json.loads((runs.folder / "once/summary.json").read_text())
+    assert last["evaluation/loss"] < 0.5 * runs.measured("once")[0]["loss"]
+    summary = runs.summary("once")
     assert summary["accuracy"] == last["evaluation/accuracy"]
     assert summary["true_share"] == last["evaluation/true_share"]
 
@@ -95,9 +88,9 @@ def test_the_scores_of_every_held_out_step_with_a_label_are_written_and_drawn(ru
     ]
     found = scores(runs, "once")
     assert [(line["item"], line["step"], line["group"]) for line in found] == expected
-    assert len(expected) == lines(runs, "once")[-1]["evaluation/labelled_steps"]
+    assert len(expected) == runs.measured("once")[-1]["evaluation/labelled_steps"]
     right = [(line["score"] >= 0.5) == (line["group"] == "true") for line in found]
-    assert np.mean(right) == pytest.approx(lines(runs, "once")[-1]["evaluation/accuracy"])
+    assert np.mean(right) == pytest.approx(runs.measured("once")[-1]["evaluation/accuracy"])
     report = (runs.folder / "once/report.html").read_text()
     assert "Scores at the end" in report and "right steps" in report and "wrong steps" in report
 
@@ -114,11 +107,11 @@ def test_a_run_that_was_killed_and_resumed_is_the_same_run(runs: Any) -> None:
 def test_two_ranks_train_and_measure_as_one_does(runs: Any) -> None:
     """Also an odd number of held-out answers: none is left out and none counted twice."""
     assert HELD_OUT % 2
-    for ours, single in zip(lines(runs, "ranks"), lines(runs, "once"), strict=False):
+    for ours, single in zip(runs.measured("ranks"), runs.measured("once"), strict=False):
         for name in ("loss", "accuracy", "true_share", "labelled_steps"):
             assert ours[name] == pytest.approx(single[name], rel=1e-4), name
-    [measured] = [line for line in lines(runs, "ranks") if "evaluation/loss" in line]
-    single = lines(runs, "once")[9]
+    [measured] = [line for line in runs.measured("ranks") if "evaluation/loss" in line]
+    single = runs.measured("once")[9]
     for name in ("loss", "accuracy", "true_share", "labelled_steps"):
         assert measured[f"evaluation/{name}"] == pytest.approx(single[f"evaluation/{name}"], rel=1e-4), name
     assert len(scores(runs, "ranks")) == measured["evaluation/labelled_steps"]
@@ -153,7 +146,7 @@ def test_a_policy_learns_from_its_steps_and_the_rollouts_show_them(runs: Any) ->
         steps=2, reward__function="null", reward__model="once/export", reward__step_aggregation="product"
     )
     runs.run("rl", "rl", settings)
-    for line in lines(runs, "rl"):
+    for line in runs.measured("rl"):
         assert line["reward/mean"] == pytest.approx(line["reward_part/model"])
         assert 0 < line["reward/mean"] < 1 and line["reward_part/model/steps"] >= 1
     shown = json.loads((runs.folder / "rl/rollouts/step-000001.jsonl").read_text().splitlines()[0])

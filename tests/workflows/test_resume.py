@@ -1,9 +1,7 @@
 """A run that was interrupted and resumed gives, bit for bit, what one gives that was not."""
 
-import json
 import signal
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,20 +12,16 @@ STEPS = 6
 GROUPS_PER_STEP = 4
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-
-
 def assert_same_run(bench: Any, output: str, undisturbed: Any, undisturbed_output: str) -> None:
     """Metrics, evaluations, samples and ledger are those of the run that nothing disturbed."""
     assert bench.metrics(output) == undisturbed.metrics(undisturbed_output)
     assert bench.evaluations(output) == undisturbed.evaluations(undisturbed_output)
     assert bench.rollouts(output) == undisturbed.rollouts(undisturbed_output)
-    ledger = events(bench.folder / output)
+    ledger = bench.events(output)
     issued = Counter(event["group"] for event in ledger if event["event"] == "issued")
     assert len(issued) == STEPS * GROUPS_PER_STEP
     assert set(issued.values()) == {1}, "a prompt was drawn twice"
-    expected = events(undisturbed.folder / undisturbed_output)
+    expected = undisturbed.events(undisturbed_output)
     assert Counter(map(str, ledger)) == Counter(map(str, expected))
 
 

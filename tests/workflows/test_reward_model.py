@@ -1,7 +1,6 @@
 """Training a reward model, and a policy from it: learns, repeats, resumes, the same on two ranks, exported whole."""
 
 import json
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,20 @@ from slipstream.workflows.reward_model import load_reward_model_data
 from slipstream.workflows.rl import require_reward
 from slipstream.workflows.supervision import PairSupervision
 
-
-def preferences(numbers: Iterable[int], seed: int) -> list[dict[str, str]]:
-    """Of two digits the larger one is the better answer, whatever the question, which `numbers` stand for."""
-    generator = random.Random(seed)
-    rows = []
-    for number in numbers:
-        worse, better = sorted(generator.sample(range(10), 2))
-        question = f"What is {number % 10} + {number // 10}?"
-        rows.append({"prompt": question, "chosen": str(better), "rejected": str(worse)})
-    return rows
+Preferences = Callable[[Iterable[int], int], list[dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
-def runs(make_workbench: Any, write_rows: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def runs(
+    make_workbench: Any,
+    make_preferences: Preferences,
+    write_rows: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Any:
     """One configuration: once, once interrupted and resumed, and on two ranks."""
     bench = make_workbench(tmp_path_factory.mktemp("reward_model"))
-    write_rows(bench.folder / "pairs.jsonl", preferences([*range(80)] * 5, seed=0))
-    write_rows(bench.folder / "held_out.jsonl", preferences([*range(80, 100)] * 2, seed=1))
+    write_rows(bench.folder / "pairs.jsonl", make_preferences([*range(80)] * 5, seed=0))
+    write_rows(bench.folder / "held_out.jsonl", make_preferences([*range(80, 100)] * 2, seed=1))
     settings = {
         "steps": 60,
         "batch_size": 16,
@@ -53,27 +48,22 @@ def runs(make_workbench: Any, write_rows: Callable[..., Path], tmp_path_factory:
         "tracking.tensorboard": False,
     }
     bench.run("reward-model", "once", settings)
-    interrupted = bench.start("reward-model", "resumed", settings)
-    bench.wait_for_step(interrupted, "resumed", 15)
-    interrupted.kill_all()
-    interrupted.finish()
+    bench.kill_at_step(bench.start("reward-model", "resumed", settings), "resumed", 15)
     bench.resume("resumed")
     bench.run("reward-model", "ranks", settings | {"training.data_parallel": 2, "steps": 10})
     return bench
 
 
-def lines(bench: Any, output: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (bench.folder / output / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_learns_which_answers_of_held_out_questions_are_better(runs: Any) -> None:
-    measured = {line["step"]: line["evaluation/accuracy"] for line in lines(runs, "once") if "evaluation/loss" in line}
+    measured = {
+        line["step"]: line["evaluation/accuracy"] for line in runs.measured("once") if "evaluation/loss" in line
+    }
     assert list(measured) == [20, 40, 60]
     assert measured[60] > 0.9
-    assert lines(runs, "once")[-1]["evaluation/loss"] < 0.5 * lines(runs, "once")[0]["loss"]
-    summary = json.loads((runs.folder / "once/summary.json").read_text())
+    assert runs.measured("once")[-1]["evaluation/loss"] < 0.5 * runs.measured("once")[0]["loss"]
+    summary = runs.summary("once")
     assert summary["workflow"] == "reward-model" and summary["accuracy"] == measured[60]
     scores = [json.loads(line) for line in (runs.folder / "once/scores.jsonl").read_text().splitlines()]
     assert [line["group"] for line in scores] == ["chosen", "rejected"] * 40
@@ -93,7 +83,7 @@ def test_a_run_that_was_killed_and_resumed_is_the_same_run(runs: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks_train_as_one_does(runs: Any) -> None:
-    for ours, single in zip(lines(runs, "ranks"), lines(runs, "once"), strict=False):
+    for ours, single in zip(runs.measured("ranks"), runs.measured("once"), strict=False):
         assert ours["loss"] == pytest.approx(single["loss"], rel=1e-4)
         assert (ours["pairs"], ours["accuracy"]) == (16, single["accuracy"])
 
@@ -104,7 +94,7 @@ def test_transformers_loads_the_export_and_gives_the_scores_that_were_measured(r
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = Path(json.loads((runs.folder / "once/summary.json").read_text())["export"])
+    folder = Path(runs.summary("once")["export"])
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     data = config(runs.folder / "held_out.jsonl", runs.policy).data
     pairs, _ = build_preference_pairs(data, load_tokenizer(str(runs.policy)), 48)
@@ -116,7 +106,7 @@ def test_transformers_loads_the_export_and_gives_the_scores_that_were_measured(r
     assert moments["mean"] == pytest.approx(scores.mean().item(), abs=1e-4)
     assert moments["std"] == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
     chosen, rejected = scores.view(-1, 2).unbind(dim=1)
-    assert (chosen > rejected).double().mean().item() == lines(runs, "once")[-1]["evaluation/accuracy"]
+    assert (chosen > rejected).double().mean().item() == runs.measured("once")[-1]["evaluation/accuracy"]
 
 
 @pytest.mark.slow
@@ -128,12 +118,12 @@ def test_ppo_learns_from_the_reward_model_and_an_evaluation_reads_its_scores(run
         evaluation__data__max_prompt_tokens=32, evaluation__success_reward=0.0,
     )  # fmt: skip
     runs.run("rl", "ppo", settings)
-    for line in lines(runs, "ppo"):
+    for line in runs.measured("ppo"):
         assert line["reward/mean"] == pytest.approx(line["reward_part/model"])
         assert line["reward/std"] > 0 and abs(line["reward/mean"]) < 10
     both = settings | {"reward.function": "rewards.py:digest", "steps": 1}
     runs.run("rl", "both", both)
-    [line] = lines(runs, "both")
+    [line] = runs.measured("both")
     parts = line["reward_part/model"] + line["reward_part/function"]
     assert line["reward/mean"] == pytest.approx(parts) and "reward_part/function/digest" in line
 
@@ -144,9 +134,9 @@ def config(pairs: Path, policy: Path, **keys: object) -> RewardModelConfig:
 
 
 def test_held_out_questions_are_not_trained_on(
-    tiny_policy: Path, tmp_path: Path, write_rows: Callable[..., Path]
+    tiny_policy: Path, tmp_path: Path, make_preferences: Preferences, write_rows: Callable[..., Path]
 ) -> None:
-    rows = preferences(range(6), seed=1)
+    rows = make_preferences(range(6), seed=1)
     everything = write_rows(tmp_path / "all.jsonl", rows)
     held_out = write_rows(tmp_path / "held_out.jsonl", rows[2:4])
     data = load_reward_model_data(config(everything, tiny_policy, **{"evaluation_data.source": held_out}))

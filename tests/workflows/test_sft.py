@@ -31,11 +31,7 @@ def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
     settings = bench.settings = bench.sft_settings(steps=6) | held_out
     bench.run("sft", "once", settings)
-    interrupted = bench.start("sft", "resumed", settings | {"steps": 6, "checkpoint.every_steps": 2})
-    bench.wait_for_step(interrupted, "resumed", 3)
-    interrupted.kill_all()
-    interrupted.finish()
-    bench.interrupted_after = len(bench.metrics("resumed"))
+    bench.kill_at_step(bench.start("sft", "resumed", settings), "resumed", 3)
     bench.resume("resumed")
     pair = [bench.start("sft", "other", settings | {"seed": 1})]
     pair.append(bench.start("sft", "ranks", settings | {"training.data_parallel": 2}))
@@ -47,7 +43,7 @@ def runs(make_workbench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def losses(bench: Any, output: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (bench.folder / output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in bench.measured(output)]
 
 
 @pytest.mark.slow
@@ -80,13 +76,9 @@ def test_a_run_goes_on_with_fewer_ranks_at_another_stage_and_then_as_before(runs
     settings = runs.settings | {"training.tokens_per_micro_batch": 48, "checkpoint.every_steps": 1}
     two = ["--training.data_parallel=2", "--training.zero_stage=2"]
     process = runs.start("sft", "moved", settings, extra=two)
-    runs.wait_for_step(process, "moved", 2)
-    process.kill_all()
-    process.finish()
+    runs.kill_at_step(process, "moved", 2)
     process = runs.command("resume", "moved", "--json", "--training.data_parallel=1", "--training.zero_stage=1")
-    runs.wait_for_step(process, "moved", 4)
-    process.kill_all()
-    process.finish()
+    runs.kill_at_step(process, "moved", 4)
     assert "ranks 2 to 1, ZeRO stage 2 to 1" in process.stdout + process.stderr
     assert "training.data_parallel: 2 there, 1 here" in process.stdout + process.stderr
     process = runs.command("resume", "moved", "--json", *two)
@@ -107,7 +99,7 @@ def test_the_loss_falls_and_that_of_held_out_rows_is_reported_where_it_is_due(ru
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_finished_run_names_its_export(runs: Any) -> None:
-    summary = json.loads((runs.folder / "once/summary.json").read_text())
+    summary = runs.summary("once")
     assert summary["workflow"] == "sft" and summary["steps"] == 6
     assert (Path(summary["export"]) / "model.safetensors").exists()
     assert (Path(summary["export"]) / "tokenizer.json").exists()

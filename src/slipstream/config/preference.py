@@ -12,8 +12,7 @@ from slipstream.config.schema import (
     ModelConfig,
     TrackingConfig,
     TrainingConfig,
-    require_shares,
-    require_trainable,
+    require_supervised,
 )
 
 LOSSES_OF_KEYS = {
@@ -86,9 +85,7 @@ class PreferenceConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        require_trainable(self.model, self.training)
-        if self.checkpoint.best_metric is not None:
-            raise ValueError("checkpoint.best_metric belongs to rl: this workflow answers no prompts; remove it")
+        require_supervised(self.batch_size, model=self.model, training=self.training, checkpoint=self.checkpoint)
         for key, losses in LOSSES_OF_KEYS.items():
             found = getattr(self, key)
             if found != type(self).model_fields[key].default and self.loss not in losses:
@@ -96,5 +93,4 @@ class PreferenceConfig(Section):
         for name, data in (("data", self.data), ("evaluation_data", self.evaluation_data)):
             if not self.is_paired and data is not None and None in {part.label_key for part in data.parts.values()}:
                 raise ValueError(f"{name}.label_key must name the column that says whether an answer is a good one")
-        require_shares(self.batch_size, self.training)
         return self

@@ -14,8 +14,7 @@ from slipstream.config.schema import (
     SFTConfig,
     TrackingConfig,
     TrainingConfig,
-    require_shares,
-    require_trainable,
+    require_supervised,
 )
 
 SCORE_MOMENTS = "score_moments"
@@ -71,9 +70,7 @@ class RewardModelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        require_trainable(self.model, self.training)
-        if self.checkpoint.best_metric is not None:
-            raise ValueError("checkpoint.best_metric belongs to rl: a reward model answers no prompts; remove it")
+        require_supervised(self.batch_size, model=self.model, training=self.training, checkpoint=self.checkpoint)
         if self.training.ema_decay is not None:
             raise ValueError(
                 "training.ema_decay has no place in reward-model: the export states how the scores of the weights that "
@@ -83,7 +80,6 @@ class RewardModelConfig(Section):
         for key in meaningless:
             if (found := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} ({found!r}) means nothing to supervision {self.supervision!r}: remove it")
-        require_shares(self.batch_size, self.training)
         return self
 
 

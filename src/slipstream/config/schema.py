@@ -250,16 +250,6 @@ def require_trainable(model: ModelConfig, training: TrainingConfig) -> None:
         )
 
 
-def require_shares(batch_size: int, training: TrainingConfig) -> None:
-    """Raises ValueError where some ranks would have nothing to learn from; says which layout is nearest."""
-    if batch_size < training.data_parallel:
-        nearest = batch_size * training.sequence_parallel * training.tensor_parallel
-        raise ValueError(
-            f"batch_size ({batch_size}) must be at least training.data_parallel ({training.data_parallel}); with it "
-            f"the nearest layout is training.data_parallel {batch_size}, which is {nearest} ranks"
-        )
-
-
 class EvaluationConfig(Section):
     """Held-out prompts, answered by the policy with sampling and greedily."""
 
@@ -423,6 +413,24 @@ class RLConfig(Section):
         return self
 
 
+def require_supervised(
+    batch_size: int, *, model: ModelConfig, training: TrainingConfig, checkpoint: CheckpointConfig
+) -> None:
+    """Raises ValueError for what no workflow can do that learns from answers in the data and generates none.
+
+    Where some ranks would have nothing to learn from, says which layout is nearest.
+    """
+    require_trainable(model, training)
+    if checkpoint.best_metric is not None:
+        raise ValueError("checkpoint.best_metric belongs to rl: this workflow answers no prompts; remove it")
+    if batch_size < training.data_parallel:
+        nearest = batch_size * training.sequence_parallel * training.tensor_parallel
+        raise ValueError(
+            f"batch_size ({batch_size}) must be at least training.data_parallel ({training.data_parallel}); with it "
+            f"the nearest layout is training.data_parallel {batch_size}, which is {nearest} ranks"
+        )
+
+
 class SFTConfig(Section):
     """`slipstream sft`: supervised fine-tuning on responses."""
 
@@ -449,12 +457,9 @@ class SFTConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        require_trainable(self.model, self.training)
-        if self.checkpoint.best_metric is not None:
-            raise ValueError("checkpoint.best_metric belongs to rl: sft measures no accuracy; remove it")
+        require_supervised(self.batch_size, model=self.model, training=self.training, checkpoint=self.checkpoint)
         if self.stop_at_loss is not None and (self.evaluation_data is None or not self.evaluate_every_steps):
             raise ValueError("stop_at_loss needs evaluation_data and evaluate_every_steps, which say when to look")
-        require_shares(self.batch_size, self.training)
         return self
 
 

@@ -13,6 +13,7 @@ between two tokens. Nothing is cut and nothing is guessed.
 import re
 import unicodedata
 from collections.abc import Collection
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,6 @@ import numpy as np
 from slipstream.config.data import DataConfig
 from slipstream.data.columns import Layout, cell, load_table
 from slipstream.data.prompts import (
-    EMPTY,
-    IN_EVALUATION,
     TOO_LONG_PROMPT,
     DropReport,
     Message,
@@ -29,13 +28,13 @@ from slipstream.data.prompts import (
     check_rendering,
     checked_messages,
     is_blank,
-    prompt_identity,
     prompt_messages,
+    read_rows,
     render_messages,
     render_prompt,
     require_encodable,
+    require_usable_prompt,
     with_system_prompt,
-    without_question,
 )
 from slipstream.data.source import Row
 from slipstream.data.tokenizer import control_tokens, tokenize_plain
@@ -85,26 +84,17 @@ def build_sft_examples(
     else:
         _check_conversations(config)
         check_rendering(config, tokenizer)
-    report = DropReport(total=len(table.rows), columns=table.columns)
-    examples = []
-    for number, row in enumerate(table.rows):
-        try:
-            require_usable_prompt(number, row, config, exclude)
-            if config.prompt_key is None:
-                examples += _text_examples(number, row, config, tokenizer, max_tokens, id_prefix=id_prefix)
-                continue
-            tokens, mask = _masked_row(number, row, config, tokenizer, only_last_turn=only_last_turn)
-            if mask.index(True) > config.max_prompt_tokens:
-                raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
-            if len(tokens) > max_tokens:
-                raise RowDroppedError(f"{TOO_LONG} ({max_tokens})")
-        except RowDroppedError as dropped:
-            report.drop(number, str(dropped))
-            continue
-        examples.append(_example(f"{id_prefix}{number}", tokens, mask))
-    if not examples:
-        raise DataError(f"data.source: no row of {config.source!r} is left to use: {report}")
-    return examples, report
+
+    def read(number: int, row: Row) -> list[TrainingExample]:
+        require_usable_prompt(number, row, config, exclude)
+        if config.prompt_key is None:
+            return _text_examples(number, row, config, tokenizer, max_tokens, id_prefix=id_prefix)
+        tokens, mask = _masked_row(number, row, config, tokenizer, only_last_turn=only_last_turn)
+        require_length(tokens, mask, max_tokens, config=config)
+        return [_example(f"{id_prefix}{number}", tokens, mask)]
+
+    examples, report = read_rows(table, read)
+    return list(chain.from_iterable(examples)), report
 
 
 def _check_conversations(config: DataConfig) -> None:
@@ -174,22 +164,14 @@ def _masked_row(
     )
 
 
-def require_usable_prompt(number: int, row: Row, config: DataConfig, exclude: Collection[str]) -> None:
-    """Raise RowDroppedError for a prompt that is empty or held out, DataError for one that is none.
-
-    What is learned without a prompt is its own.
-    """
-    column = config.prompt_key or config.response_key
-    prompt = cell(row, column)
-    if is_blank(prompt):
-        raise RowDroppedError(EMPTY)
-    if not isinstance(prompt, str):
-        checked_messages(number, prompt, column)
-    identity = prompt_identity(row, column)
-    if not identity:
-        raise RowDroppedError(without_question(prompt))
-    if identity in exclude:
-        raise RowDroppedError(IN_EVALUATION)
+def require_length(
+    tokens: list[int], mask: list[bool], max_tokens: int, *, config: DataConfig, reason: str = TOO_LONG
+) -> None:
+    """Raise RowDroppedError where the prompt, which ends where the mask begins, or the whole (`reason`) is too long."""
+    if mask.index(True) > config.max_prompt_tokens:
+        raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
+    if len(tokens) > max_tokens:
+        raise RowDroppedError(f"{reason} ({max_tokens})")
 
 
 def masked_answer(

@@ -14,14 +14,16 @@ import numpy as np
 from slipstream.config.data import DataConfig
 from slipstream.data.answers import split_row, split_table
 from slipstream.data.columns import Layout, cell, load_table
-from slipstream.data.conversation import TOO_LONG, masked_answer, require_usable_prompt
+from slipstream.data.conversation import masked_answer, require_length
 from slipstream.data.prompts import (
     MISSING_LABEL,
-    TOO_LONG_PROMPT,
     DropReport,
     RowDroppedError,
     check_rendering,
     is_blank,
+    read_rows,
+    require_rows,
+    require_usable_prompt,
 )
 from slipstream.data.source import Row
 from slipstream.data.trajectory import BoolArray, IntArray, TrainingExample
@@ -86,15 +88,13 @@ def build_labelled_answers(
     table = split_table(load_table(config, Layout.LABELLED_ANSWERS), Layout.LABELLED_ANSWERS)
     config = table.config
     check_rendering(config, tokenizer)
-    report = DropReport(total=len(table.rows), columns=table.columns)
-    answers = []
-    for number, row in enumerate(table.rows):
-        try:
-            row = split_row(number, row, config, Layout.LABELLED_ANSWERS)
-            require_usable_prompt(number, row, config, exclude)
-            answers.append(_answer(number, row, max_tokens, config=config, tokenizer=tokenizer, id_prefix=id_prefix))
-        except RowDroppedError as dropped:
-            report.drop(number, str(dropped))
+
+    def read(number: int, row: Row) -> LabelledAnswer:
+        row = split_row(number, row, config, Layout.LABELLED_ANSWERS)
+        require_usable_prompt(number, row, config, exclude)
+        return _answer(number, row, max_tokens, config=config, tokenizer=tokenizer, id_prefix=id_prefix)
+
+    answers, report = read_rows(table, read)
     if len({answer.tokens[: answer.start].tobytes() for answer in answers}) == 1:
         raise DataError(
             f"data.source: all usable rows of {config.source!r} have the same prompt; kto compares each answer with "
@@ -108,8 +108,7 @@ def build_labelled_answers(
             report.drop(answer.row, NO_OTHER_ANSWER)
         else:
             compared.append(_compared(answer, other))
-    if not compared:
-        raise DataError(f"data.source: no row of {config.source!r} is left to use: {report}")
+    require_rows(compared, config, report)
     return compared, report
 
 
@@ -143,10 +142,7 @@ def _answer(
 ) -> LabelledAnswer:
     is_desirable = _label(number, row, str(config.label_key))
     tokens, is_answer = masked_answer(number, row, config.response_key, config=config, tokenizer=tokenizer)
-    if is_answer.index(True) > config.max_prompt_tokens:
-        raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
-    if len(tokens) > max_tokens:
-        raise RowDroppedError(f"{TOO_LONG} ({max_tokens})")
+    require_length(tokens, is_answer, max_tokens, config=config)
     return LabelledAnswer(
         row=number,
         answer_id=f"{id_prefix}{number}",

@@ -14,11 +14,10 @@ import numpy as np
 from slipstream.config.data import DataConfig
 from slipstream.data.answers import split_row, split_table
 from slipstream.data.columns import Layout, load_table
-from slipstream.data.conversation import NO_RESPONSE, masked_answer, require_usable_prompt
-from slipstream.data.prompts import TOO_LONG_PROMPT, DropReport, RowDroppedError, check_rendering
+from slipstream.data.conversation import NO_RESPONSE, masked_answer, require_length
+from slipstream.data.prompts import DropReport, RowDroppedError, check_rendering, read_rows, require_usable_prompt
 from slipstream.data.source import Row
 from slipstream.data.trajectory import BoolArray, IntArray, TrainingExample
-from slipstream.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,27 +68,19 @@ def build_preference_pairs(
     table = split_table(load_table(config, Layout.PAIRS), Layout.PAIRS)
     config = table.config
     check_rendering(config, tokenizer)
-    report = DropReport(total=len(table.rows), columns=table.columns)
-    pairs = []
-    for number, row in enumerate(table.rows):
-        try:
-            row = split_row(number, row, config, Layout.PAIRS)
-            require_usable_prompt(number, row, config, exclude)
-            chosen, chosen_mask = _sequence(
-                number, row, config.chosen_key, max_tokens, config=config, tokenizer=tokenizer
-            )
-            rejected, rejected_mask = _sequence(
-                number, row, config.rejected_key, max_tokens, config=config, tokenizer=tokenizer
-            )
-            if np.array_equal(chosen, rejected):
-                raise RowDroppedError(SAME_ANSWERS)
-        except RowDroppedError as dropped:
-            report.drop(number, str(dropped))
-            continue
-        pairs.append(PreferencePair(f"{id_prefix}{number}", chosen, rejected, chosen_mask, rejected_mask))
-    if not pairs:
-        raise DataError(f"data.source: no row of {config.source!r} is left to use: {report}")
-    return pairs, report
+
+    def read(number: int, row: Row) -> PreferencePair:
+        row = split_row(number, row, config, Layout.PAIRS)
+        require_usable_prompt(number, row, config, exclude)
+        chosen, chosen_mask = _sequence(number, row, config.chosen_key, max_tokens, config=config, tokenizer=tokenizer)
+        rejected, rejected_mask = _sequence(
+            number, row, config.rejected_key, max_tokens, config=config, tokenizer=tokenizer
+        )
+        if np.array_equal(chosen, rejected):
+            raise RowDroppedError(SAME_ANSWERS)
+        return PreferencePair(f"{id_prefix}{number}", chosen, rejected, chosen_mask, rejected_mask)
+
+    return read_rows(table, read)
 
 
 def pair_examples(pairs: Sequence[PreferencePair]) -> list[TrainingExample]:
@@ -136,8 +127,5 @@ def _sequence(
         if str(dropped) != NO_RESPONSE:
             raise
         raise RowDroppedError(f"{NO_RESPONSE} in {column!r}") from None
-    if is_answer.index(True) > config.max_prompt_tokens:
-        raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
-    if len(tokens) > max_tokens:
-        raise RowDroppedError(f"{TOO_LONG_PAIR} ({max_tokens})")
+    require_length(tokens, is_answer, max_tokens, config=config, reason=TOO_LONG_PAIR)
     return np.asarray(tokens, dtype=np.int64), np.asarray(is_answer, dtype=bool)

@@ -2,18 +2,18 @@
 
 Stands between `data/source.py` and the cursor. The tokens made here are the ones the engine sees and the learner
 trains on; nothing tokenizes the text again. The pieces that conversations need as well (checking messages, putting
-the template and the system prompt around them, rendering) are here too.
+the template and the system prompt around them, rendering) are here too, and so is the walk over the rows of a source.
 """
 
 import unicodedata
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from slipstream.config.data import DataConfig
-from slipstream.data.columns import Layout, cell, load_table
+from slipstream.data.columns import Layout, Table, cell, load_table
 from slipstream.data.source import Row
 from slipstream.data.tokenizer import tokenize_plain
 from slipstream.data.trajectory import Prompt
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+Item = TypeVar("Item")
 
 EMPTY = "empty prompt"
 NO_USER = "no message whose role is 'user'"
@@ -92,23 +93,60 @@ def build_prompts(
     check_rendering(config, tokenizer)
     table = load_table(config, Layout.PROMPTS, needs_label=needs_label)
     config = table.config
+
+    def read(number: int, row: Row) -> Prompt:
+        require_usable_prompt(number, row, config, exclude)
+        label = cell(row, config.label_key)
+        if config.label_key is not None and is_blank(label):
+            raise RowDroppedError(MISSING_LABEL)
+        tokens, text = render_prompt(number, row, config, tokenizer)
+        if len(tokens) > config.max_prompt_tokens:
+            raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
+        messages = _turns(number, row, config)
+        given = cell(row, config.prompt_key)
+        return Prompt(number, np.asarray(tokens, dtype=np.int64), text, label, row, messages, given)
+
+    return read_rows(table, read)
+
+
+def read_rows(table: Table, read: Callable[[int, Row], Item]) -> tuple[list[Item], DropReport]:
+    """What `read` makes of the number and the cells of each row, and a report of the rows that it drops.
+
+    `read` drops a row by a RowDroppedError. Raises DataError if no row is left, and what else `read` raises.
+    """
     report = DropReport(total=len(table.rows), columns=table.columns)
-    prompts = []
+    items = []
     for number, row in enumerate(table.rows):
-        reason = _reason_to_drop(number, row, config, exclude)
-        if reason is None:
-            tokens, text = render_prompt(number, row, config, tokenizer)
-            if len(tokens) <= config.max_prompt_tokens:
-                label = cell(row, config.label_key)
-                messages = _turns(number, row, config)
-                given = cell(row, config.prompt_key)
-                prompts.append(Prompt(number, np.asarray(tokens, dtype=np.int64), text, label, row, messages, given))
-                continue
-            reason = f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})"
-        report.drop(number, reason)
-    if not prompts:
+        try:
+            items.append(read(number, row))
+        except RowDroppedError as dropped:
+            report.drop(number, str(dropped))
+    require_rows(items, table.config, report)
+    return items, report
+
+
+def require_rows(items: Sequence[object], config: DataConfig, report: DropReport) -> None:
+    """Raise DataError, with the reasons, if no row of a source is left."""
+    if not items:
         raise DataError(f"data.source: no row of {config.source!r} is left to use: {report}")
-    return prompts, report
+
+
+def require_usable_prompt(number: int, row: Row, config: DataConfig, exclude: Collection[str]) -> None:
+    """Raise RowDroppedError for a prompt that is empty or held out, DataError for one that is none.
+
+    What is learned without a prompt is its own.
+    """
+    column = config.prompt_key or config.response_key
+    prompt = cell(row, column)
+    if is_blank(prompt):
+        raise RowDroppedError(EMPTY)
+    if not isinstance(prompt, str):
+        checked_messages(number, prompt, column)
+    identity = prompt_identity(row, column)
+    if not identity:
+        raise RowDroppedError(_without_question(prompt))
+    if identity in exclude:
+        raise RowDroppedError(IN_EVALUATION)
 
 
 def prompt_identity(row: Mapping[str, Any], prompt_key: str | None) -> str:
@@ -122,10 +160,10 @@ def prompt_identity(row: Mapping[str, Any], prompt_key: str | None) -> str:
     return " ".join(unicodedata.normalize("NFC", str(value or "")).split())
 
 
-def without_question(value: object) -> str:
+def _without_question(prompt: object) -> str:
     """Why a prompt without a text of a user is left out."""
-    has_user = not isinstance(value, list) or any(message["role"] == "user" for message in value)
-    return EMPTY if is_blank(value) or has_user else NO_USER
+    has_user = not isinstance(prompt, list) or any(message["role"] == "user" for message in prompt)
+    return EMPTY if has_user else NO_USER
 
 
 def check_rendering(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -253,16 +291,3 @@ def _turns(number: int, row: Row, config: DataConfig) -> tuple[Turn, ...]:
     if not isinstance(cell(row, config.prompt_key), list):
         return ()
     return tuple(Turn(each["role"], each.get("content") or "") for each in prompt_messages(number, row, config))
-
-
-def _reason_to_drop(number: int, row: Row, config: DataConfig, exclude: Collection[str]) -> str | None:
-    value = cell(row, config.prompt_key)
-    if not is_blank(value) and not isinstance(value, str):
-        checked_messages(number, value, str(config.prompt_key))
-    if is_blank(value) or not prompt_identity(row, config.prompt_key):
-        return without_question(value)
-    if prompt_identity(row, config.prompt_key) in exclude:
-        return IN_EVALUATION
-    if config.label_key is not None and is_blank(cell(row, config.label_key)):
-        return MISSING_LABEL
-    return None

@@ -13,8 +13,15 @@ import numpy as np
 
 from slipstream.config.data import DataConfig
 from slipstream.data.columns import Layout, cell, load_table
-from slipstream.data.conversation import TOO_LONG, masked_answer, require_usable_prompt
-from slipstream.data.prompts import TOO_LONG_PROMPT, DropReport, RowDroppedError, check_rendering, is_blank
+from slipstream.data.conversation import masked_answer, require_length
+from slipstream.data.prompts import (
+    DropReport,
+    RowDroppedError,
+    check_rendering,
+    is_blank,
+    read_rows,
+    require_usable_prompt,
+)
 from slipstream.data.source import Row
 from slipstream.data.step_ends import StepEnds
 from slipstream.data.trajectory import FloatArray, IntArray, TrainingExample
@@ -78,10 +85,7 @@ class _Reader:
             raise RowDroppedError(NO_LABEL)
         answer = row | {config.steps_key: self.separator.join(steps)}
         tokens, is_answer = masked_answer(number, answer, config.steps_key, config=config, tokenizer=self.tokenizer)
-        if is_answer.index(True) > config.max_prompt_tokens:
-            raise RowDroppedError(f"{TOO_LONG_PROMPT} ({config.max_prompt_tokens})")
-        if len(tokens) > self.max_tokens:
-            raise RowDroppedError(f"{TOO_LONG} ({self.max_tokens})")
+        require_length(tokens, is_answer, self.max_tokens, config=config)
         sequence = np.asarray(tokens, dtype=np.int64)
         ends = self.step_ends.find(sequence, np.asarray(is_answer, dtype=bool))
         if len(ends) != len(steps):
@@ -114,16 +118,7 @@ def build_labelled_steps(
     step_ends = StepEnds(tokenizer, separator)
     table = load_table(config, Layout.LABELLED_STEPS)
     reader = _Reader(table.config, tokenizer, separator, step_ends, max_tokens, exclude)
-    report = DropReport(total=len(table.rows), columns=table.columns)
-    answers = []
-    for number, row in enumerate(table.rows):
-        try:
-            answers.append(reader.read(number, row, id_prefix))
-        except RowDroppedError as dropped:
-            report.drop(number, str(dropped))
-    if not answers:
-        raise DataError(f"data.source: no row of {config.source!r} is left to use: {report}")
-    return answers, report
+    return read_rows(table, lambda number, row: reader.read(number, row, id_prefix))
 
 
 def step_example(answer: LabelledSteps) -> TrainingExample:

@@ -72,12 +72,9 @@ def load_value_model(
     """
     config = _read_config(path, key)
     if _is_a(TOKEN_CLASSIFIER, config):
-        raise ModelError(
-            f"{key}: {path!r} is a process reward model, which scores steps and no whole answers; "
-            + ("set reward.step_aggregation, which makes one score of them, or give" if needs_head else "expected")
-            + " a reward model trained on pairs"
-            + ("" if needs_head else " or a causal language model")
-        )
+        found = f"{path!r} is a process reward model, which scores steps and no whole answers"
+        remedy = "set reward.step_aggregation, which makes one score of them" if needs_head else None
+        raise ModelError(f"{key}: {found}; {_expected('a reward model trained on pairs', remedy)}")
     is_classifier = _is_a(SEQUENCE_CLASSIFIER, config)
     if needs_head and not is_classifier:
         raise ModelError(
@@ -104,12 +101,9 @@ def load_process_reward_model(
     """
     config = _read_config(path, key)
     if _is_a(SEQUENCE_CLASSIFIER, config):
-        raise ModelError(
-            f"{key}: {path!r} is a reward model of whole answers, which scores no steps; "
-            + ("remove reward.step_aggregation, or give" if needs_head else "expected")
-            + " a process reward model"
-            + ("" if needs_head else " or a causal language model")
-        )
+        found = f"{path!r} is a reward model of whole answers, which scores no steps"
+        remedy = "remove reward.step_aggregation" if needs_head else None
+        raise ModelError(f"{key}: {found}; {_expected('a process reward model', remedy)}")
     is_classifier = _is_a(TOKEN_CLASSIFIER, config)
     if needs_head and not is_classifier:
         raise ModelError(
@@ -130,6 +124,11 @@ def load_process_reward_model(
         scores_tokens=True,
         activation_checkpointing=activation_checkpointing,
     )
+
+
+def _expected(kind: str, remedy: str | None) -> str:
+    """What to do about a model of the other kind; a language model serves too where no `remedy` is needed."""
+    return f"expected {kind} or a causal language model" if remedy is None else f"{remedy}, or give {kind}"
 
 
 def _is_a(kind: str, config: Any) -> bool:

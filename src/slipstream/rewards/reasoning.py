@@ -16,6 +16,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from slipstream.observe.logs import get_logger
 from slipstream.rewards.formulas import (
     LARGEST_EXPONENT,
     LARGEST_POWER_BITS,
@@ -24,11 +25,14 @@ from slipstream.rewards.formulas import (
     read_formula,
 )
 from slipstream.rewards.function import ScoredText
+from slipstream.rewards.worker import describe
 
 with warnings.catch_warnings():  # packages it imports have sloppy literals; not the user's concern
     warnings.simplefilter("ignore", SyntaxWarning)
     import reasoning_gym as gym
     import sympy  # type: ignore[import-untyped]
+
+logger = get_logger("reward")
 
 LONGEST_LITERAL = 10_000
 """Characters of an answer that is read as a Python literal."""
@@ -46,7 +50,8 @@ def reasoning_gym(text: ScoredText) -> float:
     The row must have the columns `question`, `answer` and `metadata` of a reasoning-gym entry; the task is
     `metadata["source_dataset"]`. White space around the answer is removed first, because some tasks refuse it. Where a
     task's scoring raises on the response, but not on the right answer, the response is one that the task cannot read,
-    and gets 0. Raises ValueError if the row is no such entry, and what the scoring raises on the right answer too.
+    and gets 0; what was raised is logged, once for each task and kind of exception. Raises ValueError if the row is no
+    such entry, and what the scoring raises on the right answer too.
     """
     missing = [name for name in ("question", "answer", "metadata") if name not in text.fields]
     if missing:
@@ -61,9 +66,21 @@ def reasoning_gym(text: ScoredText) -> float:
         return float(scorer(text.response.strip(), text.fields))
     except MemoryError:
         raise  # a limit, and nothing about the answer
-    except Exception:
+    except Exception as error:
         scorer(text.fields["answer"], text.fields)  # raises as well if it is the row that cannot be scored
+        _report_unreadable(task, error)
         return 0.0
+
+
+_reported: set[tuple[str, type[Exception]]] = set()
+
+
+def _report_unreadable(task: str, error: Exception) -> None:
+    """Log why a task could not read an answer: an early policy writes many such answers, so each kind once."""
+    kind = (task, type(error))
+    if kind not in _reported:
+        _reported.add(kind)
+        logger.warning("an answer that its task cannot read gets 0; not said again", task=task, reason=describe(error))
 
 
 @cache

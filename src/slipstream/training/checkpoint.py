@@ -1,4 +1,4 @@
-"""What a learner writes to disk: a checkpoint to go on from, and a Hugging Face folder to use.
+"""What a learner writes to disk to go on from.
 
 The caller gives a fresh folder and makes it permanent afterwards (write aside, fsync, rename); nothing here renames.
 A checkpoint holds DeepSpeed's own files (weights, optimizer), the random states of every rank, and a description that
@@ -7,7 +7,6 @@ is compared before anything is loaded.
 
 import json
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,26 +17,11 @@ import torch
 import torch.distributed as distributed
 
 from slipstream.errors import RunDirectoryError, TrainingError
-from slipstream.models.loading import from_folder_or_hub
 from slipstream.training.universal_checkpoint import converted
 
 DEEPSPEED_TAG = "engine"
 DESCRIPTION_FILE = "learner.json"
 
-# Files beside the weights that a folder needs to be served: copied, because loading and saving would change them.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "generation_config.json",
-)
 # What may be another at load time, and how it is called.
 LAYOUT = {"ranks": "ranks", "zero_stage": "ZeRO stage"}
 # How torch words a write that the file system refused; it raises RuntimeError without errno.
@@ -179,53 +163,6 @@ def _compare(saved: dict[str, Any], current: dict[str, Any], folder: Path) -> No
             f"{', whose files have changed since' if same_place else ''}; bring the model back, or start a new run "
             "with another output_dir"
         )
-
-
-def export_model(model: Any, folder: Path, *, state: dict[str, torch.Tensor], model_path: str) -> None:
-    """Write a Hugging Face folder that Transformers and vLLM load: weights, configuration, tokenizer files.
-
-    `state` holds the weights by Hugging Face name; the rest comes from `model_path` as it is there. A critic that came
-    from a language model becomes a classifier with one label. Called on rank 0.
-    """
-    from transformers import AutoConfig
-    from transformers.utils.hub import cached_file
-
-    with storage_errors(folder, "the exported model"), from_folder_or_hub(model_path):
-        folder.mkdir(parents=True, exist_ok=True)
-        with _without_generation_settings(model):
-            model.save_pretrained(folder, state_dict=state)
-        # Training runs with dropout and cache switched off; the export has them as the original.
-        config = AutoConfig.from_pretrained(model_path)
-        config.architectures = [type(model).__name__]
-        config.num_labels = model.config.num_labels
-        config.dtype = model.dtype
-        config.save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        for name in TOKENIZER_FILES:
-            source = cached_file(
-                model_path,
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-            if source is not None:
-                shutil.copyfile(source, folder / name)
-
-
-@contextmanager
-def _without_generation_settings(model: Any) -> Iterator[None]:
-    """Real models ship generation settings that saving refuses; the file is copied instead."""
-    from transformers import GenerationConfig
-
-    if not model.can_generate():
-        yield
-        return
-    generation_config = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = generation_config
 
 
 def _random_state_file(rank: int) -> str:

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as distributed
 
 from slipstream.algorithms.objective import Objective, ObjectiveOutput
 from slipstream.config.lora import LoraConfig
@@ -35,27 +34,14 @@ from slipstream.errors import TrainingError, WeightSyncError
 from slipstream.models.attention import packed_sequences, shared_row
 from slipstream.models.fingerprint import model_fingerprint
 from slipstream.models.hardware import detect_hardware, resolve_dtype
-from slipstream.models.lora import (
-    ADAPTER_FOLDER,
-    add_adapter,
-    leave_out_frozen,
-    named_weights,
-    save_adapter,
-    without_adapter,
-)
+from slipstream.models.lora import add_adapter, leave_out_frozen, named_weights, without_adapter
 from slipstream.models.router import router_loss_coefficient
-from slipstream.models.stored_weights import model_tensors
 from slipstream.models.verification import require_divisible_rows
 from slipstream.training.average import WeightAverage
 from slipstream.training.batch import MicroBatch, ModelInput, RowShare, make_micro_batch
-from slipstream.training.checkpoint import (
-    export_model,
-    layout_change,
-    load_checkpoint,
-    save_checkpoint,
-    storage_errors,
-)
+from slipstream.training.checkpoint import layout_change, load_checkpoint, save_checkpoint
 from slipstream.training.deepspeed_config import deepspeed_config, tensor_parallel_config
+from slipstream.training.export import export_weights
 from slipstream.training.mesh import Mesh
 from slipstream.training.optimizer import make_optimizer, set_learning_rate, take_step
 from slipstream.training.process_group import import_deepspeed, join_process_group, open_listener
@@ -474,23 +460,13 @@ class LearnerRank:
         """
         averaged = nullcontext() if self._average is None or live else self._average.in_place()
         with averaged:
-            self._export(folder)
-
-    def _export(self, folder: str) -> None:
-        tensors = model_tensors(self._engine.module.model)
-        state = {name: tensor.cpu() for name, tensor in tensors.items() if name not in self._weights.shapes}
-        for name, tensor in self._weights.each_parameter():
-            if self._spec.rank == 0:
-                state[name] = tensor.cpu().clone()
-        model, path, lora = self._engine.module.model, self._spec.model_path, self._spec.lora
-        if self._spec.rank == 0:
-            export_model(model, Path(folder), state=state, model_path=path)
-        if lora is not None:
-            learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            with self._weights.gathered(learned), storage_errors(Path(folder), "the adapter"):
-                if self._spec.rank == 0:
-                    save_adapter(model, Path(folder) / ADAPTER_FOLDER, config=lora, model_path=path)
-        distributed.barrier()
+            export_weights(
+                self._weights,
+                Path(folder),
+                model_path=self._spec.model_path,
+                lora=self._spec.lora,
+                writes=self._spec.rank == 0,
+            )
 
     def _describe(self) -> dict[str, Any]:
         return {

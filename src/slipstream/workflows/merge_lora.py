@@ -48,7 +48,7 @@ def merge_lora(adapter: Path, out: Path, *, base: str | None = None) -> None:
     model = _load_base(base, adapter, settings)
     merged = _merge(model, adapter, base)
 
-    from slipstream.training.checkpoint import TOKENIZER_FILES, export_model
+    from slipstream.training.export import TOKENIZER_FILES, export_model
 
     with written_whole(out) as partial:
         export_model(merged, partial, state=merged.state_dict(), model_path=base)

@@ -7,7 +7,6 @@ of the policy on mismatched answers. How a step is cut can therefore not change 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,82 +14,55 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slipstream.cluster.session import ClusterSession
 from slipstream.config.data import DataConfig
-from slipstream.config.loader import dump_config
 from slipstream.config.preference import PreferenceConfig
 from slipstream.data.columns import Layout
 from slipstream.data.labelled_answers import build_labelled_answers, labelled_example, mismatched_example
-from slipstream.data.mixture import Mixture, MixtureCursor
+from slipstream.data.mixture import Mixture
 from slipstream.data.preferences import answer_examples, build_preference_pairs
 from slipstream.data.prompts import DropReport
 from slipstream.data.trajectory import FloatArray, IntArray, TrainingExample
 from slipstream.observe.logs import get_logger
 from slipstream.observe.run_directory import RunDirectory
+from slipstream.training.group import LearnerGroup
 from slipstream.workflows.batch import with_weights
-from slipstream.workflows.checks import check_config
 from slipstream.workflows.engines import start_preference_learner
 from slipstream.workflows.learned_rows import LearnedRows, load_learned_rows
-from slipstream.workflows.training_run import TrainingRun, numbers, start_or_restore
+from slipstream.workflows.supervised_run import SupervisedRun, resume_supervised, train_supervised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slipstream.algorithms.objective import Objective
-    from slipstream.training.group import LearnerGroup
 
-WORKFLOW = "preference"
-
-logger = get_logger(WORKFLOW)
+logger = get_logger("preference")
 
 
 def train_preference(config: PreferenceConfig) -> dict[str, Any]:
     """Train a policy as `config` says; returns the summary that is also written to `summary.json`."""
-    check_config(config)
-    # Before there is a run directory: data that cannot be used leaves nothing behind.
-    data = load_answers(config)
-    with RunDirectory.create(config.output_dir, dump_config(config), WORKFLOW) as directory:
-        return _train(config, data, directory=directory, checkpoint=None)
+    return train_supervised(config, "preference", load=load_answers, kind=PreferenceRun)
 
 
 def resume_preference(config: PreferenceConfig, directory: RunDirectory, checkpoint: Path | None) -> dict[str, Any]:
     """Go on with an interrupted run from `checkpoint`; from the beginning if there is none."""
-    return _train(config, load_answers(config), directory=directory, checkpoint=checkpoint)
+    return resume_supervised(config, directory, checkpoint, load=load_answers, kind=PreferenceRun)
 
 
-def _train(
-    config: PreferenceConfig, data: LearnedRows[AnswerRow], *, directory: RunDirectory, checkpoint: Path | None
-) -> dict[str, Any]:
-    with PreferenceRun(config, data, directory=directory) as run:
-        start_or_restore(run, checkpoint)
-        while run.step < config.steps:
-            run.train_step()
-        return run.finish()
-
-
-class PreferenceRun(TrainingRun):
+class PreferenceRun(SupervisedRun["AnswerRow"]):
     """Preference training in progress."""
 
     config: PreferenceConfig
 
-    def __init__(self, config: PreferenceConfig, data: LearnedRows[AnswerRow], *, directory: RunDirectory) -> None:
-        super().__init__(directory)
-        self.config = config
-        self._held_out = data.held_out
-        self._training = data.training
-
     def _set_up(self) -> None:
-        self.objective = make_objective(self.config)
-        self.records = self._open_records(WORKFLOW)
-        session = self._open_session()
-        with self.records.console.phase("starting the learner"):
-            self.learner = start_preference_learner(session, self.config)
+        super()._set_up()
         if self.config.needs_reference and not self.config.loads_reference:
             # The policy is still the model on disk here, in a resumed run too: that is the reference.
             with self.records.console.phase("computing the log-probs of the reference"):
-                parts = {name: self._with_cached_reference(part) for name, part in self._training.parts.items()}
-                self._training = Mixture(parts, self._training.weights)
-                self._held_out = self._with_cached_reference(self._held_out)
-        self.cursor = MixtureCursor(self._training, seed=self.config.seed, shuffle=self.config.data.shuffle)
+                training = self.data.training
+                parts = {name: self._with_cached_reference(part) for name, part in training.parts.items()}
+                held_out = self._with_cached_reference(self.data.held_out)
+            self._use(LearnedRows(Mixture(parts, training.weights), held_out))
 
     def _with_cached_reference(self, rows: Sequence[AnswerRow]) -> list[AnswerRow]:
         """Batch by batch: one call has a deadline, which the whole of the data might not meet."""
@@ -98,51 +70,27 @@ class PreferenceRun(TrainingRun):
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         return [row for batch in batches for row in with_reference(batch, self.learner, role="policy")]
 
-    def _state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor.state()}
+    def _objective(self) -> Objective:
+        return make_objective(self.config)
 
-    def _restore_state(self, state: dict[str, Any]) -> list[str]:
-        return self.cursor.restore(state["cursor"])
+    def _start_learner(self, session: ClusterSession) -> LearnerGroup:
+        return start_preference_learner(session, self.config)
 
-    def train_step(self) -> None:
-        """One optimizer step, and what is due after it."""
-        start = time.monotonic()
-        rows = [draw.item for draw in self.cursor.take(self.config.batch_size)]
-        with self.records.timeline.span("controller", "train", step=self.step + 1):
-            examples = self._prepare(rows)
-            metrics = self.learner.update([examples], self.objective)
-        self.step += 1
-        seconds = time.monotonic() - start
-        line = numbers(metrics) | {
-            "time/step": seconds,
-            "throughput/tokens_per_s": sum(len(example.tokens) for example in examples) / seconds,
-        }
-        if self._held_out and self.is_due(self.config.evaluate_every_steps):
-            line |= {f"evaluation/{name}": value for name, value in self._measure().items()}
-        self.records.write_step(self.step, self.step, metrics=line)
-        self.check_finite(metrics)
-        self.save_if_due()
-
-    def finish(self) -> dict[str, Any]:
-        """Measure the held-out rows once more, export the policy, write summary and report."""
-        results: dict[str, Any] = {"loss": self.config.loss, "export": str(self.directory.export_folder)}
-        if self._held_out:
-            with self.records.console.phase("measuring the held-out rows"):
-                measured = self._measure()
-            results |= {name: measured[name] for name in ("accuracy", "reward_margin")}
-        return self._finish(WORKFLOW, results)
-
-    def _measure(self) -> dict[str, float]:
-        """Loss and metrics over the held-out rows, without learning from them."""
-        return numbers(self.learner.loss(self._prepare(self._held_out), self.objective))
-
-    def _prepare(self, rows: Sequence[AnswerRow]) -> list[TrainingExample]:
-        """The examples of an optimizer step with all that its loss needs."""
+    def _examples(self, rows: Sequence[AnswerRow]) -> list[TrainingExample]:
         if self.config.loads_reference:
             rows = with_reference(rows, self.learner, role="reference")
         if not self.config.is_paired:
             rows = with_reference_point(rows, self.learner)
         return with_row_mean_weights(rows)
+
+    def _results(self) -> dict[str, Any]:
+        """Measure the held-out rows once more."""
+        results: dict[str, Any] = {"loss": self.config.loss}
+        if self.data.held_out:
+            with self.records.console.phase("measuring the held-out rows"):
+                measured = self._measure(self.data.held_out)
+            results |= {name: measured[name] for name in ("accuracy", "reward_margin")}
+        return results
 
 
 def make_objective(config: PreferenceConfig) -> Objective:

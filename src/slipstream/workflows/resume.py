@@ -127,30 +127,9 @@ def _resume(
         if overrides:
             _change(directory, overrides)
         settings = parse_config(directory.config_text)
-        if directory.workflow == "rl":
-            from slipstream.workflows.rl import require_reward, resume_rl
-
-            rl_config = validate_config(RLConfig, settings)
-            if rl_config.needs_reward or reward is not None:
-                require_reward(rl_config.reward, reward)
-            checkpoint = _latest_checkpoint(directory, rl_config.checkpoint.keep)
-            return resume_rl(rl_config, directory, checkpoint, reward=reward)
-        if directory.workflow == "sft":
-            from slipstream.workflows.sft import resume_sft
-
-            sft_config = validate_config(SFTConfig, settings)
-            return resume_sft(sft_config, directory, _latest_checkpoint(directory, sft_config.checkpoint.keep))
-        if directory.workflow == "reward-model":
-            from slipstream.workflows.reward_model import resume_reward_model
-
-            config = validate_config(RewardModelConfig, settings)
-            return resume_reward_model(config, directory, _latest_checkpoint(directory, config.checkpoint.keep))
-        if directory.workflow == "preference":
-            from slipstream.workflows.preference import resume_preference
-
-            preference_config = validate_config(PreferenceConfig, settings)
-            checkpoint = _latest_checkpoint(directory, preference_config.checkpoint.keep)
-            return resume_preference(preference_config, directory, checkpoint)
+        if directory.workflow in TRAINING_CONFIGS:
+            config = validate_config(TRAINING_CONFIGS[directory.workflow], settings)
+            return _resume_training(config, directory, reward=reward)
         if directory.workflow == "generate":
             from slipstream.workflows.generate import resume_generate
 
@@ -159,6 +138,29 @@ def _resume(
             f"{directory.path} is a run of `slipstream {directory.workflow}`, which has nothing to resume: "
             "start it again with another output_dir"
         )
+
+
+def _resume_training(
+    config: RLConfig | SupervisedConfig, directory: RunDirectory, *, reward: Callable[..., Any] | None
+) -> dict[str, Any]:
+    if isinstance(config, RLConfig):
+        from slipstream.workflows.rl import require_reward, resume_rl
+
+        if config.needs_reward or reward is not None:
+            require_reward(config.reward, reward)
+        return resume_rl(config, directory, _latest_checkpoint(directory, config.checkpoint.keep), reward=reward)
+    checkpoint = _latest_checkpoint(directory, config.checkpoint.keep)
+    if isinstance(config, SFTConfig):
+        from slipstream.workflows.sft import resume_sft
+
+        return resume_sft(config, directory, checkpoint)
+    if isinstance(config, RewardModelConfig):
+        from slipstream.workflows.reward_model import resume_reward_model
+
+        return resume_reward_model(config, directory, checkpoint)
+    from slipstream.workflows.preference import resume_preference
+
+    return resume_preference(config, directory, checkpoint)
 
 
 def _latest_checkpoint(directory: RunDirectory, keep: int) -> Path | None:

@@ -7,118 +7,75 @@ have labels comes a process reward model, a token-classification model with one 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.config.loader import dump_config
+from slipstream.cluster.session import ClusterSession
 from slipstream.config.reward_model import RewardModelConfig
-from slipstream.data.mixture import MixtureCursor
+from slipstream.data.trajectory import TrainingExample
 from slipstream.observe.run_directory import RunDirectory
 from slipstream.observe.scores import write_scores
+from slipstream.training.group import LearnerGroup
 from slipstream.workflows.batch import with_token_mean_weights
-from slipstream.workflows.checks import check_config
 from slipstream.workflows.engines import start_reward_model_learner
 from slipstream.workflows.learned_rows import LearnedRows, load_learned_rows
+from slipstream.workflows.supervised_run import SupervisedRun, resume_supervised, train_supervised
 from slipstream.workflows.supervision import supervision_of
-from slipstream.workflows.training_run import TrainingRun, numbers, start_or_restore
 
-WORKFLOW = "reward-model"
+if TYPE_CHECKING:
+    from slipstream.algorithms.objective import Objective
+
 MEASURED_ITEMS = 1000
 """Training pairs or answers whose scores are measured at the end where none are held out."""
 
 
 def train_reward_model(config: RewardModelConfig) -> dict[str, Any]:
     """Train a reward model as `config` says; returns the summary that is also written to `summary.json`."""
-    check_config(config)
-    # Before there is a run directory: data that cannot be used leaves nothing behind.
-    data = load_reward_model_data(config)
-    with RunDirectory.create(config.output_dir, dump_config(config), WORKFLOW) as directory:
-        return _train(config, data, directory=directory, checkpoint=None)
+    return train_supervised(config, "reward-model", load=load_reward_model_data, kind=RewardModelRun)
 
 
 def resume_reward_model(config: RewardModelConfig, directory: RunDirectory, checkpoint: Path | None) -> dict[str, Any]:
     """Go on with an interrupted run from `checkpoint`; from the beginning if there is none."""
-    return _train(config, load_reward_model_data(config), directory=directory, checkpoint=checkpoint)
+    return resume_supervised(config, directory, checkpoint, load=load_reward_model_data, kind=RewardModelRun)
 
 
-def _train(
-    config: RewardModelConfig, data: LearnedRows[Any], *, directory: RunDirectory, checkpoint: Path | None
-) -> dict[str, Any]:
-    with RewardModelRun(config, data, directory=directory) as run:
-        start_or_restore(run, checkpoint)
-        while run.step < config.steps:
-            run.train_step()
-        return run.finish()
-
-
-class RewardModelRun(TrainingRun):
-    """The training of a reward model in progress."""
+class RewardModelRun(SupervisedRun[Any]):
+    """The training of a reward model in progress. A row is a pair, or an answer."""
 
     config: RewardModelConfig
 
     def __init__(self, config: RewardModelConfig, data: LearnedRows[Any], *, directory: RunDirectory) -> None:
-        super().__init__(directory)
-        self.config = config
-        self._data = data
+        super().__init__(config, data, directory=directory)
         self._supervision = supervision_of(config)
-        self.cursor = MixtureCursor(data.training, seed=config.seed, shuffle=config.data.shuffle)
 
-    def _set_up(self) -> None:
-        self.objective = self._supervision.objective()
-        self.records = self._open_records(WORKFLOW)
-        session = self._open_session()
-        with self.records.console.phase("starting the learner"):
-            self.learner = start_reward_model_learner(session, self.config)
+    def _objective(self) -> Objective:
+        return self._supervision.objective()
 
-    def _state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor.state()}
+    def _start_learner(self, session: ClusterSession) -> LearnerGroup:
+        return start_reward_model_learner(session, self.config)
 
-    def _restore_state(self, state: dict[str, Any]) -> list[str]:
-        return self.cursor.restore(state["cursor"])
+    def _examples(self, rows: Sequence[Any]) -> list[TrainingExample]:
+        """All pairs, or all steps of answers, weigh the same."""
+        return with_token_mean_weights(self._supervision.examples(rows))
 
-    def train_step(self) -> None:
-        """One optimizer step, and what is due after it."""
-        start = time.monotonic()
-        items = [draw.item for draw in self.cursor.take(self.config.batch_size)]
-        with self.records.timeline.span("controller", "train", step=self.step + 1):
-            metrics = self.learner.update([self._weighted(items)], self.objective)
-        self.step += 1
-        seconds = time.monotonic() - start
-        line = self._supervision.counted(numbers(metrics)) | {
-            "time/step": seconds,
-            "throughput/tokens_per_s": sum(len(item.tokens) for item in items) / seconds,
-        }
-        if self._data.held_out and self.is_due(self.config.evaluate_every_steps):
-            line |= {f"evaluation/{name}": value for name, value in self._measure(self._data.held_out).items()}
-        self.records.write_step(self.step, self.step, metrics=line)
-        self.check_finite(metrics)
-        self.save_if_due()
+    def _counted(self, metrics: dict[str, Any]) -> dict[str, float]:
+        return self._supervision.counted(super()._counted(metrics))
 
-    def finish(self) -> dict[str, Any]:
-        """Measure once more, write the scores, export the model, write summary and report."""
-        held_out = self._data.held_out
-        measured_items = held_out or self._data.training.items[:MEASURED_ITEMS]
+    def _results(self) -> dict[str, Any]:
+        """Measure once more, and write the scores."""
+        held_out = self.data.held_out
+        measured_items = held_out or self.data.training.items[:MEASURED_ITEMS]
         with self.records.console.phase("measuring the scores"):
             measured = self._measure(measured_items)
             scores = self.learner.scores(self._supervision.examples(measured_items))
         write_scores(self.directory.scores_path, self._supervision.scored(measured_items, scores))
-        self._results = self._supervision.results(measured)
-        results = {"export": str(self.directory.export_folder), **self._results}
-        return self._finish(WORKFLOW, results | ({"accuracy": measured["accuracy"]} if held_out else {}))
-
-    def _measure(self, items: Sequence[Any]) -> dict[str, float]:
-        """Loss, accuracy and more over pairs or answers, without learning from them."""
-        return self._supervision.counted(numbers(self.learner.loss(self._weighted(items), self.objective)))
-
-    def _weighted(self, items: Sequence[Any]) -> Any:
-        """Examples of one optimizer step in which all pairs, or all steps of answers, weigh the same."""
-        return with_token_mean_weights(self._supervision.examples(items))
+        self._measured = self._supervision.results(measured)
+        return self._measured | ({"accuracy": measured["accuracy"]} if held_out else {})
 
     def _export(self, folder: Path) -> None:
         super()._export(folder)
-        self._supervision.complete_export(folder, self._data.training.items, self._results)
+        self._supervision.complete_export(folder, self.data.training.items, self._measured)
 
 
 def load_reward_model_data(config: RewardModelConfig) -> LearnedRows[Any]:

@@ -62,7 +62,7 @@ class RLRun(TrainingRun):
 
     def _set_up(self) -> None:
         config, data = self.config, self._data
-        self.records = self._open_records("rl")
+        self.records = self._open_records()
         session = self._open_session()
         with self.records.console.phase("starting the engines"):
             engines = self._start_engines(session)
@@ -235,7 +235,7 @@ class RLRun(TrainingRun):
     def finish(self) -> dict[str, Any]:
         """Check the books, export the policy, write summary and report."""
         self.rollouts.check_ledger()
-        return self._finish("rl", self.records.accuracy_summary())
+        return self._finish(self.records.accuracy_summary())
 
     def _evaluate(self) -> Best | None:
         """Evaluate the policy on all held-out sets; returns what makes it the best so far, if it is."""

@@ -126,12 +126,12 @@ class TrainingRun:
         """All that learn, by the name of their folder in a checkpoint."""
         return {"learner": self.learner}
 
-    def _open_records(self, title: str) -> RunRecords:
+    def _open_records(self) -> RunRecords:
         config = self.config
         records = RunRecords(
             self.directory,
             config.tracking,
-            title=title,
+            title=self.directory.workflow,
             total_steps=config.steps,
             keep=config.checkpoint.keep,
             best_metric=config.checkpoint.best_metric,
@@ -142,12 +142,12 @@ class TrainingRun:
         log_folder = self.directory.path / "logs"
         return self._stack.enter_context(ClusterSession(self.config.cluster, log_folder=log_folder))
 
-    def _finish(self, workflow: str, results: dict[str, Any]) -> dict[str, Any]:
+    def _finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """Export the model, write summary and report; returns the summary."""
         with self.records.console.phase("exporting the model"):
             replace_folder(self.directory.export_folder, self._export)
         summary = {
-            "workflow": workflow,
+            "workflow": self.directory.workflow,
             **results,
             "seconds": round(self._elapsed_s(), 1),
             "steps": self.step,
