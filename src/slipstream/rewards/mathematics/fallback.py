@@ -21,7 +21,8 @@ TRIM = " \t\r\n*_`\"'"
 _NEGATION = re.compile(
     r"(?:\b(?:not|never|cannot|neither|nor|instead\sof|rather\sthan|opposed\sto)|n't|\bno\s(?:es|son)|\u4e0d\u662f|\u5e76\u975e|\u5927\u4e8e"
     r"|\u5c0f\u4e8e|\u4e0d\u7b49\u4e8e|\u81f3\u5c11|\u81f3\u591a)"
-    r"(?:\s(?:be|equal|to|exactly)){0,3}[\s$]*$",
+    r"(?:\s(?:be|equal|to|exactly)){0,3}[\s$]*$"
+    r"|(?:n't|\bnot|\bnever)\s(?:think|believe)\s[^.\d]{0,40}$",
     re.IGNORECASE,
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -46,6 +47,11 @@ _COMMAND_BEFORE = re.compile(r"\\[A-Za-z]{1,20}\s?$")
 _OTHER_VALUE = re.compile(r"([A-Za-z]\s?=\s?[^\s,]{1,40}),?\s(?:and|or)\s$")
 _BEFORE = re.compile(r"(?:[-=]{1,2}>|\*\*|:\s?\*)\s*$")
 """Signs that are no operators: an arrow, the end of bold or slanted type."""
+
+_REFERENCE = re.compile(
+    r"(?:^|[\s(*#])(?:step|case|figure|table|equation|section|example|lemma|theorem)\s$", re.IGNORECASE
+)
+"""Words before the number of a part of the text."""
 
 _BULLET = re.compile(r"(?:^|\n)\s*[-+*]\s+$")
 _BOUND_BEFORE = re.compile(
@@ -106,7 +112,7 @@ def last_number(text: str) -> str | None:
         start, stop = span or _token_around(text, position)
         candidate, before = text[start:stop], text[max(0, start - 80) : start]
         answer = candidate.strip("$") if span else _number_in(candidate, before)
-        if answer and not _NEGATION.search(before):
+        if answer and not _NEGATION.search(before) and not (_REFERENCE.search(before) and candidate[-1] in ".:)"):
             if _CONCLUSION.search(text, stop):
                 return _concluded(text[stop:])
             if span:
@@ -157,9 +163,9 @@ def _token_around(text: str, position: int) -> tuple[int, int]:
 
 def _number_in(token: str, before: str) -> str | None:
     """The number or formula that a token is, without punctuation and currency; else the last number in it."""
-    bare = token.strip(TRIM + ".,;:?$")
+    bare = _stripped(token)
     if bare.count("(") + bare.count("[") != bare.count(")") + bare.count("]"):
-        bare = bare.strip("()[]" + TRIM + ".,;:?$")
+        bare = _stripped(bare.strip("()[]"))
     if re.fullmatch(r"[A-Za-z]+\^\{?[23]\}?", bare) and re.search(r"\d\s*$", before):
         return None  # a unit: 24 cm^2
     if re.search(r"\bmod\s?\d", token):
@@ -170,6 +176,17 @@ def _number_in(token: str, before: str) -> str | None:
     if not numerals or _NEGATION.search(token[: numerals[-1].start()]):
         return None
     return bare if _COMMAND_BEFORE.search(token[: numerals[-1].start()]) else numerals[-1].group()
+
+
+def _stripped(token: str) -> str:
+    """A token without the punctuation around it; the point of .5 is part of the number."""
+    bare = token.rstrip(TRIM + ".,;:?$").lstrip(TRIM + ",;:?$")
+    return bare if re.match(r"\.\d", bare) else bare.lstrip(TRIM + ".,;:?$")
+
+
+def is_denied(before: str) -> bool:
+    """Return whether the words before a value say that it is not the answer: not, rather than, instead of."""
+    return _NEGATION.search(before) is not None
 
 
 def is_multiplied(after: str) -> bool:
