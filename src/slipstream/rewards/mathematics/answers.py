@@ -8,9 +8,10 @@ import re
 from typing import NamedTuple
 
 from slipstream.rewards.mathematics import fallback
+from slipstream.rewards.mathematics.characters import plain_characters
 from slipstream.rewards.mathematics.fallback import NUMERAL, SENTENCE_END, SPAN, TRIM, is_answer
-from slipstream.rewards.mathematics.notation import plain_characters
-from slipstream.rewards.mathematics.structures import NO_UNITS, value_or_none
+from slipstream.rewards.mathematics.structures import value_or_none
+from slipstream.rewards.mathematics.units import NO_UNITS
 from slipstream.rewards.thinking import after_thinking
 
 LONGEST_TAIL = 100_000

@@ -7,7 +7,8 @@ conclusion without a number follows.
 import re
 
 from slipstream.rewards.mathematics.expressions import Quantity, Text
-from slipstream.rewards.mathematics.notation import FUNCTIONS, NUMBER_WORDS, OPERATOR_WORDS, UNIT_NAMES
+from slipstream.rewards.mathematics.notation import FUNCTIONS, OPERATOR_WORDS, UNIT_NAMES
+from slipstream.rewards.mathematics.numerals import NUMBER_WORDS
 from slipstream.rewards.mathematics.structures import value_or_none
 
 SPAN = re.compile(r"\$\$([^$]{1,400})\$\$|\$([^$\n]{1,400})\$|\\\(([^\n]{1,400}?)\\\)|\\\[(.{1,400}?)\\\]", re.DOTALL)

@@ -14,10 +14,10 @@ from typing import Any
 
 from slipstream.rewards.function import Score, ScoredText
 from slipstream.rewards.mathematics.answers import find_answer, find_boxes, joined_boxes, marked_answer
+from slipstream.rewards.mathematics.characters import plain_characters
 from slipstream.rewards.mathematics.equality import undefined_constant
 from slipstream.rewards.mathematics.equivalence import same_answer
 from slipstream.rewards.mathematics.expressions import Quantity, Text
-from slipstream.rewards.mathematics.notation import plain_characters
 from slipstream.rewards.mathematics.structures import LONGEST_ANSWER, value_or_none
 
 MOST_GOLD_WORDS = 3
