@@ -51,10 +51,8 @@ _OPTION_HEDGE = re.compile(
 
 _OPTION_LIST = re.compile(r"[A-H]{2,8}|\s?[A-H](?:\s?(?:,|and|,\s?and)\s?[A-H]){1,7}\s?")
 _TO = re.compile(r"(\d)\s*(?:\\text\s?\{)?\s*to\s*\}?\s*(\d)")
-_INTEGERS = re.compile(
-    r"[\s,;$(]*(?:\\(?:quad|qquad|text\s?\{\s?(?:for|where|with|,)?\s?(?:any|all|some)?\s?\})\s?)*[\s,;$(]*([a-zA-Z])\s?\\in\s?"
-    r"\\math(?:bb|bf)\s?\{?\s?Z\s?\}?[\s)$]*$"
-)
+_INTEGERS = re.compile(r"([a-zA-Z])\s?\\in\s?\\math(?:bb|bf)\s?\{?\s?Z\s?\}?[\s)$]{0,5}$")
+_BEFORE_DOMAIN = re.compile(r"\\(?:q?quad|text\s?\{\s?(?:for|where|with|,)?\s?(?:any|all|some)?\s?\})$")
 _SYNONYMS = {"dne": "doe not exist"}
 _NO_SOLUTION = frozenset({"no solution", "no real solution", "there is no solution", "no such number"})
 """Words as `normal_words` leaves them."""
@@ -133,11 +131,18 @@ def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
     if domains[0] is None or domains[1] is None:
         return gold, answer
     name, other = domains[0].group(1), domains[1].group(1)
-    gold, answer = (text[: domain.start()] for text, domain in zip((gold, answer), domains, strict=True) if domain)
+    gold, answer = (
+        _undomained(text[: domain.start()]) for text, domain in zip((gold, answer), domains, strict=True) if domain
+    )
     alone = r"(?<![A-Za-z\\]){}(?![A-Za-z])"
     if name != other and not re.search(alone.format(name), answer):
         answer = re.sub(alone.format(other), f" {name} ", answer)
     return gold, answer
+
+
+def _undomained(text: str) -> str:
+    """A text without what leads over to the domain of its parameter: a comma, a bracket, space, 'for all'."""
+    return _BEFORE_DOMAIN.sub("", text.rstrip(" ,;$(")).rstrip(" ,;$(")
 
 
 def _option(text: str) -> tuple[str | None, str | None]:
