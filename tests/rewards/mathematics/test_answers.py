@@ -22,6 +22,7 @@ from slipstream.rewards.mathematics.answers import find_answer
         ("\\[ \\boxed{-2} \\quad \\text{and} \\quad \\boxed{1}. \\]", "-2, 1"),
         ("\\boxed{10} \\boxed{11} \\boxed{12}", "10, 11, 12"),
         ("\\boxed{The answer is 5}", "5"),
+        ("\\boxed{\\text{The answer is D}}", "D"),
         ("2 \\boxed{5} and then no more: 7", "5"),
         ("x = -\\boxed{5}", "-(5)"),
         ("- \\boxed{5}", "5"),

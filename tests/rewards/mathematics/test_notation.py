@@ -37,6 +37,10 @@ SAME = {
         *(("3:4", "3 to 4"), ("1:2:3", "2:4:6")),
     ],
     "brackets": [("(1,2)", "]1;2["), ("[1,2)", "[1,2["), ("\\begin{bmatrix}2\\\\-1\\end{bmatrix}", "(2,-1)^T")],
+    "digits of a base, sets with a domain": [
+        *(("1A_{16}", "1a_{16}"), ("\\text{AB}_{16}", "AB_{16}"), ("10", "\\binom52"), ("10", "5\\choose 2")),
+        ("[-2,2]", "\\{x\\in\\mathbb{R}: -2\\le x\\le 2\\}"),
+    ],
     "matrices": [
         ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\[4pt]2\\end{pmatrix}"),
         ("\\begin{pmatrix}1/2\\\\1\\end{pmatrix}", "\\frac12\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
@@ -116,9 +120,10 @@ DIFFERENT = {
             ("R", "\\mathbb{R}"),
         ),
         *(("2k\\pi, k\\in\\mathbb{Z}", "n\\pi, n\\in\\mathbb{Z}"), ("(3,4)", "y=3, x=4")),
+        *(("(2,-3)", "x=2\\text{ or }x=-3"), ("x=2\\text{ or }x=-3", "(2,-3)")),
     ],
     "equations": [("4", "x=3=4"), ("y=x^2", "g(x)=x^2"), ("12", "a^2=12")],
-    "options": [("AB", "A"), ("A, B", "A, C"), ("AB", "BC")],
+    "options": [("I", "i"), ("AB", "A"), ("A, B", "A, C"), ("AB", "BC")],
 }
 
 

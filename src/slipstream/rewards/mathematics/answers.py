@@ -105,7 +105,11 @@ def find_answer(response: str, *, prompt: str = "", last_number: bool = True) ->
         if not boxes or _in_one_formula(text, boxes):
             return None
         content = _signed(text, boxes[-1], joined_boxes(text, boxes))
-        return (marked_answer(content) if "answer" in content else None) or content or None
+        return (
+            (marked_answer(_TEXT_COMMAND.sub("", content).rstrip("}")) if "answer" in content else None)
+            or content
+            or None
+        )
     marked = marked_answer(text)
     if marked:
         return marked

@@ -77,7 +77,7 @@ def same_answer(gold: str, answer: str) -> bool:
         return options[0] == options[1]
     gold, answer = _same_parameter(gold, answer)
     (gold_letter, gold_rest), (letter, rest) = _option(gold), _option(answer)
-    if gold_letter and re.fullmatch(r"\(?[a-j]\)?", _written(answer)):
+    if gold_letter and re.fullmatch(r"\(?[a-h]\)?", _written(answer)):
         letter = _written(answer).strip("()").upper()
     if gold_letter and letter and (gold_rest is None or rest is None or gold_letter != letter):
         return gold_letter == letter  # by the letters alone, whatever text one of them has with it
@@ -254,7 +254,7 @@ def _same_items(gold: Collection | Union | Group, answer: Collection | Union | G
     items = list(listing.items)
     if len(set(names)) == len(items):
         items.sort(key=lambda item: (item.name or "").lstrip("\\") if isinstance(item, Relation) else "")
-    elif not _ordered(names):
+    elif names:  # x = 2 or x = -3 is no point, nor is a point named in part
         return False
     listed, grouped = [[_unnamed(item) for item in each] for each in (items, group.items)]
     return _all_equivalent(grouped, listed) if gold is group else _all_equivalent(listed, grouped)

@@ -54,6 +54,7 @@ _STRUCTURAL = frozenset(
         "\\mp",
         "\\approx",
         "\\over",
+        "\\choose",
     }
     | {"\\sum", "\\prod", "\\int", "\\lim", "\\to", "\\rightarrow", "\\mapsto", "\\rfloor", "\\rceil"}
 )
@@ -98,8 +99,10 @@ class _Parser:
             raise UnreadableError(f"expected {text!r}, found {self.next.text!r}")
 
     def quotient(self) -> Node:
-        """A sum, or two with \\over between them, which divides all of a group."""
+        """A sum, or two with \\over or \\choose between them, which divide all of a group."""
         top = self.sum()
+        if self._accept("\\choose"):
+            return Call("binomial", (top, self.sum()))
         return Product((top, Power(self.sum(), MINUS_ONE))) if self._accept("\\over") else top
 
     def sum(self) -> Node:
@@ -204,7 +207,7 @@ class _Parser:
         if name == "\\sqrt":
             return self._root()
         if name == "\\binom":
-            return Call("binomial", (self._argument(), self._argument()))
+            return Call("binomial", (self._argument(single=True), self._argument()))
         if name in _DECORATIONS:
             return Symbol(f"{name}{self._argument()}")
         if name[1:] in FUNCTIONS:

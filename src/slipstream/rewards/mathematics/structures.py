@@ -71,8 +71,9 @@ _MODULUS = re.compile(
     r"\\pmod\s*(?:\{\s*\d{1,9}\s*\}|\d)$|(?:\\text\{\s*)?\((?:\\text\{)?\s*\\?mod\s*\}?\s*\d{1,9}\)\}?$"
 )
 _BASED = re.compile(
-    r"(?P<sign>-?)[{(]?(?P<digits>[A-Z]{0,9}\d[\dA-Z]{0,200})[})]?_\{?\(?(?P<base>\d{1,2}|[a-z]{3,7})\)?\}?"
+    r"(?P<sign>-?)[{(]?(?P<digits>[A-Z]{0,9}\d[\dA-Za-f]{0,200}|[A-F]{2,200})[})]?_\{?\(?(?P<base>\d{1,2}|[a-z]{3,7})\)?\}?"
 )
+_REAL_MEMBER = ("", "\\in\\mathbb{R}", "\\in\\mathbbR")
 _ALL_REALS = frozenset({"all real number", "all real", "real number", "all real numbers"})
 
 
@@ -237,7 +238,8 @@ def _read_group(tokens: Sequence[Token], depth: int) -> Value | None:
     inside = tokens[1:-1]
     if first == "\\{":
         described = _split(inside, lambda token: token.text in ("\\mid", "|", ":"))
-        if len(described) == 2 and [token.kind for token in described[0]] == ["name"]:
+        member = "".join(token.text for token in described[0][1:])
+        if len(described) == 2 and described[0][:1] and described[0][0].kind == "name" and member in _REAL_MEMBER:
             return _read(described[1], depth + 1)  # the set of all x with this property
         parts = [part for part in _split(inside, _is_comma) if part]
         return Collection(_bounded([item for part in parts for item in _items(_read(part, depth + 1))]), braces=True)
@@ -308,7 +310,7 @@ def _read_based(tokens: Sequence[Token], depth: int) -> Value | None:
     match = _BASED.fullmatch(text)
     if match is None:
         return None
-    sign, digits = match["sign"], match["digits"]
+    sign, digits = match["sign"], match["digits"].upper()
     base = int(match["base"]) if match["base"].isdigit() else int(number_in_words(match["base"]) or 0)
     if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
         return None
