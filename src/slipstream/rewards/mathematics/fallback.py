@@ -23,7 +23,7 @@ _NEGATION = re.compile(
     r"(?:\b(?:not|never|cannot|neither|nor|instead\sof|rather\sthan|opposed\sto)|n't|\bno\s(?:es|son)|\u4e0d\u662f|\u5e76\u975e|\u5927\u4e8e"
     r"|\u5c0f\u4e8e|\u4e0d\u7b49\u4e8e|\u81f3\u5c11|\u81f3\u591a)"
     r"(?:\s(?:be|equal|to|exactly)){0,3}[\s$]*$"
-    r"|(?:n't|\bnot|\bnever)\s(?:think|believe)\s[^.\d]{0,40}$",
+    r"|(?:n't|\bnot|\bnever)\s(?:think|believe|say|claim)\s[^.\d]{0,40}$",
     re.IGNORECASE,
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -53,6 +53,8 @@ _REFERENCE = re.compile(
     r"(?:^|[\s(*#])(?:step|case|figure|table|equation|section|example|lemma|theorem)\s$", re.IGNORECASE
 )
 """Words before the number of a part of the text."""
+
+_REFERRING = re.compile(r"\b(?:see|in|from|by|at|after|of|to)$", re.IGNORECASE)
 
 _BULLET = re.compile(r"(?:^|\n)\s*[-+*]\s+$")
 _BOUND_BEFORE = re.compile(
@@ -113,7 +115,7 @@ def last_number(text: str) -> str | None:
         start, stop = span or _token_around(text, position)
         candidate, before = text[start:stop], text[max(0, start - 80) : start]
         answer = candidate.strip("$") if span else _number_in(candidate, before)
-        if answer and not _NEGATION.search(before) and not (_REFERENCE.search(before) and candidate[-1] in ".:)"):
+        if answer and not _NEGATION.search(before) and not _is_reference(before, candidate):
             if _CONCLUSION.search(text, stop):
                 return _concluded(text[stop:])
             if span:
@@ -183,6 +185,12 @@ def _stripped(token: str) -> str:
     """A token without the punctuation around it; the point of .5 is part of the number."""
     bare = token.rstrip(TRIM + ".,;:?$").lstrip(TRIM + ",;:?$")
     return bare if re.match(r"\.\d", bare) else bare.lstrip(TRIM + ".,;:?$")
+
+
+def _is_reference(before: str, candidate: str) -> bool:
+    """Whether a number names a part of the text: 'Step 3:', 'see step 3'; a case or an example may be counted, too."""
+    found = _REFERENCE.search(before)
+    return found is not None and (candidate[-1] in ".:)" or _REFERRING.search(before[: found.start()]) is not None)
 
 
 def is_denied(before: str) -> bool:

@@ -97,8 +97,8 @@ def is_currency(word: str) -> bool:
     return word in _CURRENCIES
 
 
-_LETTERS = frozenset("mgshlLNJWVKC")
-"""Letters that are units after a number where they are written as text."""
+_LETTERS = frozenset("mgshlLNJWVC")
+"""Letters that are units after a number where they are written as text; K may be kelvin or thousand."""
 
 _COUNTED = "元 个 人 只 本 棵 辆 块 次 种 页 条 名 岁 度 吨 平方米 平方厘米 立方米 立方厘米"
 """What is counted in Chinese without a name in the table; 万 and the like multiply, and are no units."""
