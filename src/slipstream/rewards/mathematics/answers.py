@@ -287,6 +287,8 @@ def _number_of(sentence: str) -> str | None:
     other = _OR_OTHER.match(rest)
     if other:
         return f"{numeral.group()}, {other.group(1)}"
+    if re.match(r"\+(?!\s?\S)|\s+[-+]?\d", rest):
+        return sentence  # 12+, 12 13
     following = re.match(r"\W*(\w+)", rest)
     word = following.group(1).lower() if following else ""
     is_other = bool({word, word.removesuffix("s")} & NO_UNITS - _PROSE) or fallback.is_multiplied(rest)

@@ -32,7 +32,7 @@ _PHRASE = re.compile(r"\\text\s?\{[A-Za-z\d ,.]{1,60}\}")
 _JOINED_LEFT = re.compile(r"(?:^|\s)([^\s,]{1,40}),?\s+(?:or|and)\s*$|(?:^|\s)([^\s,]{1,40}),\s*$", re.IGNORECASE)
 _JOINT = re.compile(r"\s*,?\s*(?:and|or)?\s*", re.IGNORECASE)
 _CONCLUSION = re.compile(
-    r"\b(?:therefore|hence|thus|so|consequently|conclude|conclusion|(?:can't|cannot|unable\sto)\s(?:solve|answer|determine))\b",
+    r"\b(?:therefore|hence|thus|so(?!\s(?:that|we\sare\sdone)\b)|consequently|conclude|conclusion|(?:can't|cannot|unable\sto)\s(?:solve|answer|determine))\b",
     re.IGNORECASE,
 )
 _PLAIN_WORDS = UNIT_NAMES | OPERATOR_WORDS.keys() | {"and", "or", "pi", "infinity", "inf", "frac", "sqrt", "text"}
@@ -40,6 +40,14 @@ _PLAIN_WORDS = UNIT_NAMES | OPERATOR_WORDS.keys() | {"and", "or", "pi", "infinit
 _OPERATOR_BEFORE = re.compile(
     r"(?:[-+*/^<>=~]|\d\s*:|\\(?:times|cdot|div|le|leq|ge|geq|ne|neq|pm|sqrt|equiv)|\b(?:sqrt|plus|minus|negative|times))\s*$"
 )
+_DENIED_AFTER = re.compile(
+    r"\s(?:(?:is|was)\s(?:not|wrong|incorrect|false|impossible)|(?:is|was)n't|(?:cannot|can't|could\snot)\sbe)\b"
+)
+_REMARK = re.compile(
+    r"\d(?:\s[A-Za-z%]{1,20}){0,3}\s(\((?!or\b|maybe\b|perhaps\b|not\b)[^()\n]{0,200}[A-Za-z]{2}[^()\n]{0,200}\)[.\s*]*)$"
+)
+"""Words in brackets after the last number, which say where it comes from: 7 fruits (3 apples and 4 pears)."""
+
 _CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")
 """What GSM8K solutions write for a calculator: $<<9*2=18>>18."""
 
@@ -104,6 +112,9 @@ def last_number(text: str) -> str | None:
     Digits inside of words are no number, nor is 'not 42'; then the one before is looked at.
     """
     text = _CALCULATION.sub("", text)
+    remark = _REMARK.search(text[-600:])
+    if remark:
+        text = text[: len(text) - len(remark.group(1))]
     spans = [match.span() for match in SPAN.finditer(text)]
     end = len(text)
     for _ in range(50):
@@ -115,7 +126,8 @@ def last_number(text: str) -> str | None:
         start, stop = span or _token_around(text, position)
         candidate, before = text[start:stop], text[max(0, start - 80) : start]
         answer = candidate.strip("$") if span else _number_in(candidate, before)
-        if answer and not _NEGATION.search(before) and not _is_reference(before, candidate):
+        is_denied_after = candidate.endswith("?") or _DENIED_AFTER.match(text, stop)
+        if answer and not _NEGATION.search(before) and not is_denied_after and not _is_reference(before, candidate):
             if _CONCLUSION.search(text, stop):
                 return _concluded(text[stop:])
             if span:
@@ -171,7 +183,7 @@ def _number_in(token: str, before: str) -> str | None:
         bare = _stripped(bare.strip("()[]"))
     if re.fullmatch(r"[A-Za-z]+\^\{?[23]\}?", bare) and re.search(r"\d\s*$", before):
         return None  # a unit: 24 cm^2
-    if re.search(r"\bmod\s?\d", token):
+    if re.search(r"\bmod\s?\d", token) or re.match(r"[<>]=?-?[\d.]", bare):
         return None
     if is_answer(bare, most_words=0):
         return bare
@@ -209,6 +221,8 @@ def _in_context(text: str, start: int, stop: int, answer: str) -> str | None:
     before, after = text[max(line, start - 200) : start], text[stop : stop + 40].partition("\n")[0]
     if _BOUND_BEFORE.search(before) or is_multiplied(after):
         return None
+    if re.search(r"(?:^|\s)\d{1,20}\s$", before) and "/" not in answer:
+        return None  # two numbers side by side
     before = _BEFORE.sub("", before)
     closed = text[stop - 1] in ".,;:"
     operator = None if _BULLET.fullmatch(before) else _OPERATOR_BEFORE.search(before)
