@@ -7,6 +7,7 @@ equal wherever they are looked at, and a false match at several random points in
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -135,7 +136,7 @@ class _Exact:
                 raise UndefinedError("a binomial coefficient out of range")
             if first > LARGEST_FACTORIAL:
                 raise TooLargeError("a large binomial coefficient")
-            return self._checked(Fraction(math.comb(int(first), int(second))))
+            return self._checked(Fraction(_combinations(int(first), int(second))))
         return None
 
     def _checked(self, value: Fraction) -> Fraction:
@@ -150,6 +151,13 @@ def _bits(value: Fraction) -> int:
     return value.numerator.bit_length() + value.denominator.bit_length()
 
 
+@lru_cache(maxsize=64)
+def _combinations(total: int, chosen: int) -> int:
+    """The binomial coefficient. A large one may stand in a product a hundred times, at each of several points."""
+    return math.comb(total, chosen)
+
+
+@lru_cache(maxsize=64)
 def _factorial(value: Fraction) -> int:
     if value < 0:
         raise UndefinedError("the factorial of a negative integer")
