@@ -30,6 +30,7 @@ from slipstream.rewards.comparison import same_output, same_result
         ("1e3", "1000.0", True),
         ("nan", "0.5", False),
         ("inf", "1e309", False),
+        ("\uff10.5", "0.5", False),  # digits of other scripts are not what a program prints
         ("0.5 apples", "0.5 pears", False),
         ("9" * 10_000, "0.5", False),
     ],

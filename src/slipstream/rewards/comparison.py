@@ -6,8 +6,8 @@ from typing import Any
 TOLERANCE = 1e-6
 
 # A number whose last digits depend on how it was computed: with a decimal point or an exponent.
-INEXACT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
-NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+INEXACT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", re.ASCII)
+NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 LONGEST_NUMERAL = 60
 
 

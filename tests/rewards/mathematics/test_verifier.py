@@ -19,6 +19,10 @@ def test_the_score_has_the_answer_as_it_was_written(grade):
     assert grade("72", "it makes 72", last_number=False).answer is None
 
 
+LINE = "\\begin{pmatrix}1\\\\2\\end{pmatrix}+t\\begin{pmatrix}1\\\\0\\end{pmatrix}"
+CASES = "\\begin{cases}x & x>0 \\\\ 0 & x \\le 0\\end{cases}"
+
+
 @pytest.mark.parametrize(
     ("label", "answer"),
     [
@@ -38,6 +42,8 @@ def test_the_score_has_the_answer_as_it_was_written(grade):
         ("Answer: 72", "72"),
         ("**Answer:** C", "C"),
         ("2 hours 30 minutes", "2 hours 30 minutes"),
+        (LINE, LINE),
+        (CASES, CASES),
     ],
 )
 def test_a_label_is_a_number_an_answer_or_a_solution_with_its_answer_marked(label, answer):

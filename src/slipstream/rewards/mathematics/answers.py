@@ -8,9 +8,10 @@ import re
 from typing import NamedTuple
 
 from slipstream.rewards.mathematics import fallback
+from slipstream.rewards.mathematics.characters import plain_characters
 from slipstream.rewards.mathematics.fallback import NUMERAL, SENTENCE_END, SPAN, TRIM, is_answer
-from slipstream.rewards.mathematics.notation import plain_characters
-from slipstream.rewards.mathematics.structures import NO_UNITS, value_or_none
+from slipstream.rewards.mathematics.structures import value_or_none
+from slipstream.rewards.mathematics.units import NO_UNITS
 from slipstream.rewards.thinking import after_thinking
 
 LONGEST_TAIL = 100_000
@@ -33,15 +34,34 @@ _BOX_GAP = re.compile(
     r"(?:[\s$,;*]|\\(?:q?quad|[,;!:()\[\] ])|\\text\s?\{\s?,?\s?(?:and|or)?,?\s?\}|\b(?:and|or)\b|\b[A-Za-z]\s?=)*"
 )
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_TEXT_COMMAND = re.compile(r"^\s?\\(?:text|mathrm|mbox)\s?\{")
 _OR_ELSE = re.compile(r"[\s,$;]{0,8}(?:\\text\s?\{\s?)?(?:or|and)\b")
 _BOX_SIGN = re.compile(r"[=$(][ ]?-[ ]?$")
 _BOX_PART = re.compile(r"(?:\\(?:sqrt|frac|tfrac|dfrac|ln|log|sin|cos|tan)[ ]?\{?|[\^_][ ]?\{?)[ ]?$")
-_BOX_FACTOR = re.compile(r"[ ]?(?:\\(?:times|cdot)(?![A-Za-z])|\^[ ]?\{?[ ]?[-\d(a-zA-Z])")
+_BOX_FACTOR = re.compile(
+    r"[ ]?(?:\\(?:times|cdot|div|pi|sqrt|frac|tfrac|dfrac|pm)(?![A-Za-z])|\^[ ]?\{?[ ]?[-\d(a-zA-Z])"
+    r"|[ ]?[+/*-][ ]?(?:\d|\\(?:frac|sqrt|pi|boxed)|[b-zB-HJ-Z](?![A-Za-z]))|[a-fi-ln-rt-zA-KM-Z](?![A-Za-z])"
+)
+"""What after a box makes a part of it: an operator and a value, or a variable that is no unit."""
+
+_BOX_OPERAND = re.compile(
+    r"(?:(?<![A-Za-z])[A-Za-z]|[\d)}\]])[ ]?(?:[+/*]|\\(?:times|cdot|div|pm))[ ]?\Z|\d\Z|\\pm[ ]?\Z"
+)
+_BOX_DENIED = re.compile(r"(?:\\(?:neq?|not[ ]?=)|!=|\\not\\approx)[\s$]{0,3}$")
 _MARKER = re.compile(
     r"\b(?:answers?|correct\s(?:option|choice))\b[*_ \t]{0,6}"
     r"(?:(?:is|are|was|would\sbe|will\sbe|should\sbe|must\sbe)\b|:|=|\n|(?=[$\\\d(-]))[*_:\s]{0,9}|\bchoice\sis\b[*_:\s]{0,9}",
     re.IGNORECASE,
 )
+_SUPPOSED = re.compile(
+    r"\b(?:(?:don't|doesn't|didn't|not|cannot|can't|never)\s(?:think|believe|say|claim|know)|doubt|if|whether|suppose|assume|assuming)"
+    r"\s(?:that\s)?(?:(?:the|my|our|your)\s)?(?:(?:final|correct|right)\s)?$",
+    re.IGNORECASE,
+)
+"""What before 'the answer is 5' says that it may not be: a denial or a condition."""
+
+_NOT_BUT = re.compile(r"(?:definitely |certainly )?not\s.{1,60}?,?\s(?:but|rather)\s(?:rather\s)?(?=\S)", re.IGNORECASE)
+_ASIDE = re.compile(r",\s(?:which|since|because|where|as)\s")
 _ANSWER_LINE = re.compile(r"^[*_#> \t]{0,8}(?:final\s)?answer[*_ ]{0,4}:", re.IGNORECASE | re.MULTILINE)
 _PREDICATE = re.compile(r"\b(?:is|are|equals)\b")
 _OPTION_FIRST = re.compile(r"\([A-Z]\)|[A-Z](?=[.:)])")
@@ -77,12 +97,19 @@ def find_answer(response: str, *, prompt: str = "", last_number: bool = True) ->
         return hashed or None
     if boxes:
         boxes = [box for box in boxes if box.content] or boxes  # "within \\boxed{}" is said of the task
+        boxes = [box for box in boxes if not _is_denied(text, box)]
         line = _ANSWER_LINE.search(text, after_boxes)
         concluded = marked_answer(text[line.start() :]) if line else None
         if concluded:
             return concluded
-        content = _signed(text, boxes[-1], joined_boxes(text, boxes)) if not _in_one_formula(text, boxes) else ""
-        return (marked_answer(content) if "answer" in content else None) or content or None
+        if not boxes or _in_one_formula(text, boxes):
+            return None
+        content = _signed(text, boxes[-1], joined_boxes(text, boxes))
+        return (
+            (marked_answer(_TEXT_COMMAND.sub("", content).rstrip("}")) if "answer" in content else None)
+            or content
+            or None
+        )
     marked = marked_answer(text)
     if marked:
         return marked
@@ -138,11 +165,20 @@ def joined_boxes(text: str, boxes: list[Box]) -> str:
 
 def _signed(text: str, box: Box, content: str) -> str:
     """The content of a box with the sign before it, = -\\boxed{5}; '' where it is only part of a formula."""
-    if _BOX_PART.search(text[max(0, box.start - 20) : box.start]) or _BOX_FACTOR.match(text, box.end):
+    before, after = text[max(0, box.start - 20) : box.start], text[box.end : box.end + 40].partition("\n")[0]
+    if _BOX_PART.search(before) or _BOX_OPERAND.search(before) or _BOX_FACTOR.match(after):
+        return ""
+    if fallback.is_multiplied(_TEXT_COMMAND.sub("", after)):
         return ""
     if re.match(r"\s?\$?\s?\\?%", text[box.end : box.end + 6]):
         content += "\\%"
-    return f"-({content})" if _BOX_SIGN.search(text[max(0, box.start - 20) : box.start]) else content
+    return f"-({content})" if _BOX_SIGN.search(before) else content
+
+
+def _is_denied(text: str, box: Box) -> bool:
+    """Whether a response says of a box that it is not the answer: x \\ne \\boxed{3}, 'rather than \\boxed{3}'."""
+    before = text[max(0, box.start - 40) : box.start]
+    return bool(_BOX_DENIED.search(before)) or fallback.is_denied(before)
 
 
 def _in_one_formula(text: str, boxes: list[Box]) -> bool:
@@ -199,7 +235,9 @@ def marked_answer(text: str) -> str | None:
     """Return the answer after the last marker, such as 'the answer is', that has one; None without."""
     for match in reversed(list(_MARKER.finditer(text))[-8:]):
         sentence = text[match.end() : match.end() + LONGEST_SENTENCE].lstrip(TRIM + ":")
-        sentence = _first_sentence(sentence)
+        if _SUPPOSED.search(text[max(0, match.start() - 60) : match.start()]):
+            continue
+        sentence = _NOT_BUT.sub("", _first_sentence(sentence), count=1)
         if re.match(r"(?:definitely |certainly )?not\b", sentence, re.IGNORECASE):
             continue
         found = _in_sentence(sentence)
@@ -227,6 +265,9 @@ def _in_sentence(sentence: str) -> str | None:
         return explained.group(1)
     if _OPTION_FIRST.match(sentence) or is_answer(sentence, most_words=3):
         return sentence
+    answered = _ASIDE.split(sentence)[0].rstrip(".,;: ")
+    if answered != sentence and is_answer(answered, most_words=0):
+        return answered
     predicate = _PREDICATE.split(sentence)[-1].strip(TRIM)
     if predicate != sentence and is_answer(predicate, most_words=1):
         return predicate
@@ -243,6 +284,11 @@ def _number_of(sentence: str) -> str | None:
     if numeral is None:
         return fallback.last_number(sentence) or (sentence if re.search(r"\d", sentence) else None)
     rest = bare[numeral.end() :]
+    other = _OR_OTHER.match(rest)
+    if other:
+        return f"{numeral.group()}, {other.group(1)}"
+    if re.match(r"\+(?!\s?\S)|\s+[-+]?\d", rest):
+        return sentence  # 12+, 12 13
     following = re.match(r"\W*(\w+)", rest)
     word = following.group(1).lower() if following else ""
     is_other = bool({word, word.removesuffix("s")} & NO_UNITS - _PROSE) or fallback.is_multiplied(rest)
@@ -253,6 +299,9 @@ def _number_of(sentence: str) -> str | None:
     words = re.split(r"[\d,(]", rest, maxsplit=1)[0]
     return numeral.group() if fallback.last_number(numeral.group() + words) else sentence
 
+
+_OR_OTHER = re.compile(r"\s?\(or\s(?:(?:maybe|perhaps|possibly|else|rather)\s)?([^()]{0,30}\d[^()]{0,30})\)")
+"""What takes back half of a number, or says it again: 5 (or maybe 6), 1/2 (or 0.5)."""
 
 _PROSE = frozenset({"for", "by", "with", "but", "when", "where", "not", "never", "no", "instead", "rather"})
 """Words of `NO_UNITS` that go on with the sentence after a number, and leave it what it is."""

@@ -195,7 +195,7 @@ def _leaves_the_reals(values: Sequence[Any]) -> bool:
 
 def _has_i(node: Node) -> bool:
     match node:
-        case Constant(name="i"):
+        case Constant(name="i") | Call(name="cis"):
             return True
         case Sum(terms=nodes) | Product(factors=nodes) | Call(arguments=nodes):
             return any(map(_has_i, nodes))

@@ -33,7 +33,7 @@ from slipstream.rewards.mathematics.expressions import (
     difference,
 )
 from slipstream.rewards.mathematics.notation import simplify
-from slipstream.rewards.mathematics.solutions import FLIPPED, solution_set
+from slipstream.rewards.mathematics.solutions import FLIPPED, exact_or_none, solution_set
 from slipstream.rewards.mathematics.structures import LONGEST_ANSWER, modulus, normal_words, value_or_none
 from slipstream.rewards.mathematics.units import conflicting
 
@@ -48,6 +48,14 @@ _OPTION_HEDGE = re.compile(
     re.DOTALL,
 )
 """What after the letter of an option takes it back, or adds another."""
+
+_OPTION_LIST = re.compile(r"[A-H]{2,8}|\s?[A-H](?:\s?(?:,|and|,\s?and)\s?[A-H]){1,7}\s?")
+_TO = re.compile(r"(\d)\s*(?:\\text\s?\{)?\s*to\s*\}?\s*(\d)")
+_INTEGERS = re.compile(r"([a-zA-Z])\s?\\in\s?\\math(?:bb|bf)\s?\{?\s?Z\s?\}?[\s)$]{0,5}$")
+_BEFORE_DOMAIN = re.compile(r"\\(?:q?quad|text\s?\{\s?(?:for|where|with|,)?\s?(?:any|all|some)?\s?\})$")
+_SYNONYMS = {"dne": "doe not exist"}
+_NO_SOLUTION = frozenset({"no solution", "no real solution", "there is no solution", "no such number"})
+"""Words as `normal_words` leaves them."""
 
 _OPTION_WORD = re.compile(r"^\s*(?:option|choice|answer)\s+(?=\(?[A-Z]\)?\s*$)", re.IGNORECASE)
 
@@ -64,8 +72,12 @@ def same_answer(gold: str, answer: str) -> bool:
     moduli = {modulus(gold), modulus(answer)} - {None}
     if len(moduli) > 1:
         return False
+    options = _options(gold), _options(answer)
+    if options[0] and options[1]:
+        return options[0] == options[1]
+    gold, answer = _same_parameter(gold, answer)
     (gold_letter, gold_rest), (letter, rest) = _option(gold), _option(answer)
-    if gold_letter and re.fullmatch(r"\(?[a-j]\)?", _written(answer)):
+    if gold_letter and re.fullmatch(r"\(?[a-h]\)?", _written(answer)):
         letter = _written(answer).strip("()").upper()
     if gold_letter and letter and (gold_rest is None or rest is None or gold_letter != letter):
         return gold_letter == letter  # by the letters alone, whatever text one of them has with it
@@ -75,8 +87,17 @@ def same_answer(gold: str, answer: str) -> bool:
 def _same_text(gold: str, answer: str) -> bool:
     gold_value, value = value_or_none(gold), value_or_none(answer)
     if isinstance(gold_value, Text) or isinstance(value, Text):
-        words = normal_words(gold)
-        return any(map(str.isalpha, words)) and words == normal_words(answer)
+        words, answered = (_SYNONYMS.get(words, words) for words in (normal_words(gold), normal_words(answer)))
+        if _NO_SOLUTION & {words, answered} and Collection((), braces=True) in (gold_value, value):
+            return True
+        return any(map(str.isalpha, words)) and words == answered
+    if isinstance(gold_value, Ratio):
+        value = value_or_none(_TO.sub(r"\1:\2", simplify(answer)))
+    elif isinstance(gold_value, Quantity) and len(gold_value.unit or "") == 1:
+        value = (
+            value_or_none(re.sub(rf"(?<=[\d}})])\s?{gold_value.unit}$", rf"\\text{{{gold_value.unit}}}", answer))
+            or value
+        )
     if gold_value is None or value is None:
         return _is_wordy(gold) and _is_wordy(answer) and normal_words(gold) == normal_words(answer)
     if isinstance(gold_value, Quantity) and isinstance(gold_value.expression, Number) and gold_value.expression.digits:
@@ -94,7 +115,34 @@ def _is_wordy(text: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _written(text: str) -> str:
-    return _IDLE_SPACE.sub("", simplify(text))
+    return _IDLE_SPACE.sub("", " ".join(simplify(text).split()))
+
+
+def _options(text: str) -> set[str]:
+    """The letters of several options of a multiple choice, 'ABD' or 'A, B, D'; empty for everything else."""
+    letters = re.findall(r"[A-H]", text)
+    listed = _OPTION_LIST.fullmatch(simplify(text).replace("\\text{", "").replace("}", ""))
+    return set(letters) if listed and letters == sorted(set(letters)) else set()
+
+
+def _same_parameter(gold: str, answer: str) -> tuple[str, str]:
+    """Both texts without 'k \\in \\mathbb{Z}', and the integer of the answer by the name it has in the gold answer."""
+    domains = [_INTEGERS.search(text) for text in (gold, answer)]
+    if domains[0] is None or domains[1] is None:
+        return gold, answer
+    name, other = domains[0].group(1), domains[1].group(1)
+    gold, answer = (
+        _undomained(text[: domain.start()]) for text, domain in zip((gold, answer), domains, strict=True) if domain
+    )
+    alone = r"(?<![A-Za-z\\]){}(?![A-Za-z])"
+    if name != other and not re.search(alone.format(name), answer):
+        answer = re.sub(alone.format(other), f" {name} ", answer)
+    return gold, answer
+
+
+def _undomained(text: str) -> str:
+    """A text without what leads over to the domain of its parameter: a comma, a bracket, space, 'for all'."""
+    return _BEFORE_DOMAIN.sub("", text.rstrip(" ,;$(")).rstrip(" ,;$(")
 
 
 def _option(text: str) -> tuple[str | None, str | None]:
@@ -166,13 +214,19 @@ def _all_equivalent(golds: Sequence[Value], answers: Sequence[Value]) -> bool:
     return len(golds) == len(answers) and all(map(equivalent, golds, answers))
 
 
+def _same_member(gold: Value, answer: Value) -> bool:
+    """Equal as members of lists: there {2} is not 2."""
+    sets = [isinstance(each, Collection) and each.braces for each in (gold, answer)]
+    return sets[0] == sets[1] and equivalent(gold, answer)
+
+
 def _same_unordered(golds: Sequence[Value], answers: Sequence[Value]) -> bool:
     """Whether each gold item has an answer of its own."""
     if len(golds) != len(answers):
         return False
     left = list(answers)
     for gold in golds:
-        found = next((index for index, answer in enumerate(left) if equivalent(gold, answer)), None)
+        found = next((index for index, answer in enumerate(left) if _same_member(gold, answer)), None)
         if found is None:
             return False
         del left[found]
@@ -187,17 +241,32 @@ def _same_items(gold: Collection | Union | Group, answer: Collection | Union | G
     if isinstance(gold, Collection) and isinstance(answer, Collection):
         if len(_names(gold)) == len(gold.items) > 1 and not _names(answer):  # x = 3, y = 4 has an order
             return _all_equivalent(gold.items, answer.items)
-        return _same_unordered(gold.items, answer.items)
+        return _same_unordered(*(_distinct(each) if each.braces else each.items for each in (gold, answer)))
     if isinstance(gold, Group) and isinstance(answer, Group):
         return _same_brackets(gold, answer) and _all_equivalent(gold.items, answer.items)
     listing, group = (gold, answer) if isinstance(gold, Collection) else (answer, gold)
     assert isinstance(listing, Collection) and isinstance(group, Group)
+    if (described := solution_set(listing)) is not None:
+        return _same_items(group, described[1]) if isinstance(described[1], Group) else False
     if listing.braces or (group.left, group.right) not in (("(", ")"), ("\\langle", "\\rangle")):
         return False
     names = [item.name for item in listing.items if isinstance(item, Relation) and item.name]
-    if not _ordered(names):
+    items = list(listing.items)
+    if len(set(names)) == len(items):
+        items.sort(key=lambda item: (item.name or "").lstrip("\\") if isinstance(item, Relation) else "")
+    elif names:  # x = 2 or x = -3 is no point, nor is a point named in part
         return False
-    return _all_equivalent([_unnamed(item) for item in gold.items], [_unnamed(item) for item in answer.items])
+    listed, grouped = [[_unnamed(item) for item in each] for each in (items, group.items)]
+    return _all_equivalent(grouped, listed) if gold is group else _all_equivalent(listed, grouped)
+
+
+def _distinct(members: Collection) -> tuple[Value, ...]:
+    """The members of a set, each once."""
+    found: list[Value] = []
+    for member in members.items:
+        if not any(equivalent(each, member) for each in found):
+            found.append(member)
+    return tuple(found)
 
 
 def _names(listing: Collection) -> set[str]:
@@ -254,7 +323,9 @@ def _same_ratio(gold: Ratio, answer: Ratio) -> bool:
         return gold.clock == answer.clock and len(meridiems) < 2 and _all_equivalent(gold.parts, answer.parts)
     if len(gold.parts) == len(answer.parts) == 2:
         return _same_quantity(_quotient(gold), _quotient(answer))
-    return _all_equivalent(gold.parts, answer.parts)
+    firsts = [Ratio((each.parts[0], part), clock=False) for each in (gold, answer) for part in each.parts[1:]]
+    half = len(firsts) // 2
+    return len(gold.parts) == len(answer.parts) and all(map(_same_ratio, firsts[:half], firsts[half:]))
 
 
 def _quotient(value: Ratio | Quantity) -> Quantity:
@@ -283,9 +354,18 @@ def _same_relation(gold: Value, answer: Value) -> bool:
                 return all(equivalent(gold, part) for part in answer.parts)
             if not _is_asked_for(first.expression):
                 return False
+        if _contradicts_itself(answer.parts[1:]):
+            return False
         return _in_order(answer.name or "") and equivalent(gold, answer.parts[-1])
     found = solution_set(answer)
     return found is not None and equivalent(gold, found[1])
+
+
+def _contradicts_itself(parts: Sequence[Value]) -> bool:
+    """Whether a chain such as x = 3 = 4 says two different numbers; rounding, as in 10/3 = 3.33, does not."""
+    bare = [part.expression for part in parts if isinstance(part, Quantity) and not part.unit and not part.percent]
+    values = [value for value in map(exact_or_none, bare) if value is not None]
+    return any(abs(value - values[-1]) * 100 > abs(values[-1]) for value in values)
 
 
 def _stands_for_value(gold: Relation) -> bool:
@@ -317,7 +397,7 @@ def _leaves(node: Node) -> Iterator[Node]:
         case Sum(terms=nodes) | Product(factors=nodes):
             for each in nodes:
                 yield from _leaves(each)
-        case Power(base=Symbol() as base, exponent=exponent) if exponent == MINUS_ONE:
+        case Power(base=Symbol() as base, exponent=Number()):
             yield base
         case _:
             yield node
@@ -326,7 +406,7 @@ def _leaves(node: Node) -> Iterator[Node]:
 def _same_statement(gold: Relation, answer: Relation) -> bool:
     """Equations up to a factor, definitions of the same name, inequalities up to direction or as sets, equal chains."""
     equations = set(gold.signs) == set(answer.signs) == {"="}
-    if equations and gold.name and gold.name == answer.name:
+    if equations and gold.name and (gold.name == answer.name or {gold.name, answer.name} == {"y", "f(x)"}):
         return equivalent(gold.parts[-1], answer.parts[-1])
     if len(gold.parts) == len(answer.parts) == 2:
         left, right = _difference(gold), _difference(answer)

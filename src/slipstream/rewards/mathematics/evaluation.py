@@ -7,6 +7,7 @@ equal wherever they are looked at, and a false match at several random points in
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -128,12 +129,14 @@ class _Exact:
             return first
         if name == "factorial" and first.denominator == 1:
             return self._checked(Fraction(_factorial(first)))
+        if name == "double_factorial":
+            return self._checked(Fraction(_double_factorial(first)))
         if name == "binomial" and second is not None and first.denominator == second.denominator == 1:
             if not 0 <= second <= first:
                 raise UndefinedError("a binomial coefficient out of range")
             if first > LARGEST_FACTORIAL:
                 raise TooLargeError("a large binomial coefficient")
-            return self._checked(Fraction(math.comb(int(first), int(second))))
+            return self._checked(Fraction(_combinations(int(first), int(second))))
         return None
 
     def _checked(self, value: Fraction) -> Fraction:
@@ -148,12 +151,28 @@ def _bits(value: Fraction) -> int:
     return value.numerator.bit_length() + value.denominator.bit_length()
 
 
+@lru_cache(maxsize=64)
+def _combinations(total: int, chosen: int) -> int:
+    """The binomial coefficient. A large one may stand in a product a hundred times, at each of several points."""
+    return math.comb(total, chosen)
+
+
+@lru_cache(maxsize=64)
 def _factorial(value: Fraction) -> int:
     if value < 0:
         raise UndefinedError("the factorial of a negative integer")
     if value > LARGEST_FACTORIAL:
         raise TooLargeError("a large factorial")
     return math.factorial(int(value))
+
+
+def _double_factorial(value: Fraction) -> int:
+    """n (n - 2) (n - 4) ... down to 1 or 2."""
+    if value < 0 or value.denominator != 1:
+        raise UndefinedError("the double factorial of what is no natural number")
+    if value > LARGEST_FACTORIAL:
+        raise TooLargeError("a large double factorial")
+    return math.prod(range(int(value), 0, -2))
 
 
 def _integer_root(value: int, order: int) -> int | None:
@@ -252,6 +271,8 @@ class _Numeric:
             exact = exact_value(arguments[0], self._point)
             value = self.value(arguments[0]) if exact is None else None
             return self._rational(_unknown(name, str(exact) if value is None else self._context.nstr(value, 30)))
+        if name == "double_factorial":
+            raise TooLargeError("a double factorial of what is not rational")
         values = [self.value(argument, angle=name in _ANGLE_FUNCTIONS) for argument in arguments]
         if abs(values[0]) > LARGEST_ARGUMENT and name not in ("abs", "log", "ln"):
             raise TooLargeError(f"{name} of a large number")
@@ -265,7 +286,7 @@ class _Numeric:
         return getattr(self._context, _METHODS[name])(*values)
 
 
-_ANGLE_FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc"})
+_ANGLE_FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "cis"})
 _METHODS = {
     name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp")
 } | {
@@ -281,4 +302,5 @@ _METHODS = {
     "ceil": "ceil",
     "factorial": "factorial",
     "binomial": "binomial",
+    "cis": "expj",
 }

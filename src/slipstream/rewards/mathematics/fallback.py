@@ -7,7 +7,8 @@ conclusion without a number follows.
 import re
 
 from slipstream.rewards.mathematics.expressions import Quantity, Text
-from slipstream.rewards.mathematics.notation import FUNCTIONS, NUMBER_WORDS, OPERATOR_WORDS, UNIT_NAMES
+from slipstream.rewards.mathematics.notation import FUNCTIONS, OPERATOR_WORDS, UNIT_NAMES
+from slipstream.rewards.mathematics.numerals import NUMBER_WORDS
 from slipstream.rewards.mathematics.structures import value_or_none
 
 SPAN = re.compile(r"\$\$([^$]{1,400})\$\$|\$([^$\n]{1,400})\$|\\\(([^\n]{1,400}?)\\\)|\\\[(.{1,400}?)\\\]", re.DOTALL)
@@ -21,7 +22,8 @@ TRIM = " \t\r\n*_`\"'"
 _NEGATION = re.compile(
     r"(?:\b(?:not|never|cannot|neither|nor|instead\sof|rather\sthan|opposed\sto)|n't|\bno\s(?:es|son)|\u4e0d\u662f|\u5e76\u975e|\u5927\u4e8e"
     r"|\u5c0f\u4e8e|\u4e0d\u7b49\u4e8e|\u81f3\u5c11|\u81f3\u591a)"
-    r"(?:\s(?:be|equal|to|exactly)){0,3}[\s$]*$",
+    r"(?:\s(?:be|equal|to|exactly)){0,3}[\s$]*$"
+    r"|(?:n't|\bnot|\bnever)\s(?:think|believe|say|claim)\s[^.\d]{0,40}$",
     re.IGNORECASE,
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -30,7 +32,7 @@ _PHRASE = re.compile(r"\\text\s?\{[A-Za-z\d ,.]{1,60}\}")
 _JOINED_LEFT = re.compile(r"(?:^|\s)([^\s,]{1,40}),?\s+(?:or|and)\s*$|(?:^|\s)([^\s,]{1,40}),\s*$", re.IGNORECASE)
 _JOINT = re.compile(r"\s*,?\s*(?:and|or)?\s*", re.IGNORECASE)
 _CONCLUSION = re.compile(
-    r"\b(?:therefore|hence|thus|so|consequently|conclude|conclusion|(?:can't|cannot|unable\sto)\s(?:solve|answer|determine))\b",
+    r"\b(?:therefore|hence|thus|so(?!\s(?:that|we\sare\sdone)\b)|consequently|conclude|conclusion|(?:can't|cannot|unable\sto)\s(?:solve|answer|determine))\b",
     re.IGNORECASE,
 )
 _PLAIN_WORDS = UNIT_NAMES | OPERATOR_WORDS.keys() | {"and", "or", "pi", "infinity", "inf", "frac", "sqrt", "text"}
@@ -38,6 +40,14 @@ _PLAIN_WORDS = UNIT_NAMES | OPERATOR_WORDS.keys() | {"and", "or", "pi", "infinit
 _OPERATOR_BEFORE = re.compile(
     r"(?:[-+*/^<>=~]|\d\s*:|\\(?:times|cdot|div|le|leq|ge|geq|ne|neq|pm|sqrt|equiv)|\b(?:sqrt|plus|minus|negative|times))\s*$"
 )
+_DENIED_AFTER = re.compile(
+    r"\s(?:(?:is|was)\s(?:not|wrong|incorrect|false|impossible)|(?:is|was)n't|(?:cannot|can't|could\snot)\sbe)\b"
+)
+_REMARK = re.compile(
+    r"\d(?:\s[A-Za-z%]{1,20}){0,3}\s(\((?!or\b|maybe\b|perhaps\b|not\b)[^()\n]{0,200}[A-Za-z]{2}[^()\n]{0,200}\)[.\s*]*)$"
+)
+"""Words in brackets after the last number, which say where it comes from: 7 fruits (3 apples and 4 pears)."""
+
 _CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")
 """What GSM8K solutions write for a calculator: $<<9*2=18>>18."""
 
@@ -46,6 +56,13 @@ _COMMAND_BEFORE = re.compile(r"\\[A-Za-z]{1,20}\s?$")
 _OTHER_VALUE = re.compile(r"([A-Za-z]\s?=\s?[^\s,]{1,40}),?\s(?:and|or)\s$")
 _BEFORE = re.compile(r"(?:[-=]{1,2}>|\*\*|:\s?\*)\s*$")
 """Signs that are no operators: an arrow, the end of bold or slanted type."""
+
+_REFERENCE = re.compile(
+    r"(?:^|[\s(*#])(?:step|case|figure|table|equation|section|example|lemma|theorem)\s$", re.IGNORECASE
+)
+"""Words before the number of a part of the text."""
+
+_REFERRING = re.compile(r"\b(?:see|in|from|by|at|after|of|to)$", re.IGNORECASE)
 
 _BULLET = re.compile(r"(?:^|\n)\s*[-+*]\s+$")
 _BOUND_BEFORE = re.compile(
@@ -95,6 +112,9 @@ def last_number(text: str) -> str | None:
     Digits inside of words are no number, nor is 'not 42'; then the one before is looked at.
     """
     text = _CALCULATION.sub("", text)
+    remark = _REMARK.search(text[-600:])
+    if remark:
+        text = text[: len(text) - len(remark.group(1))]
     spans = [match.span() for match in SPAN.finditer(text)]
     end = len(text)
     for _ in range(50):
@@ -106,7 +126,8 @@ def last_number(text: str) -> str | None:
         start, stop = span or _token_around(text, position)
         candidate, before = text[start:stop], text[max(0, start - 80) : start]
         answer = candidate.strip("$") if span else _number_in(candidate, before)
-        if answer and not _NEGATION.search(before):
+        is_denied_after = candidate.endswith("?") or _DENIED_AFTER.match(text, stop)
+        if answer and not _NEGATION.search(before) and not is_denied_after and not _is_reference(before, candidate):
             if _CONCLUSION.search(text, stop):
                 return _concluded(text[stop:])
             if span:
@@ -157,12 +178,12 @@ def _token_around(text: str, position: int) -> tuple[int, int]:
 
 def _number_in(token: str, before: str) -> str | None:
     """The number or formula that a token is, without punctuation and currency; else the last number in it."""
-    bare = token.strip(TRIM + ".,;:?$")
+    bare = _stripped(token)
     if bare.count("(") + bare.count("[") != bare.count(")") + bare.count("]"):
-        bare = bare.strip("()[]" + TRIM + ".,;:?$")
+        bare = _stripped(bare.strip("()[]"))
     if re.fullmatch(r"[A-Za-z]+\^\{?[23]\}?", bare) and re.search(r"\d\s*$", before):
         return None  # a unit: 24 cm^2
-    if re.search(r"\bmod\s?\d", token):
+    if re.search(r"\bmod\s?\d", token) or re.match(r"[<>]=?-?[\d.]", bare):
         return None
     if is_answer(bare, most_words=0):
         return bare
@@ -170,6 +191,23 @@ def _number_in(token: str, before: str) -> str | None:
     if not numerals or _NEGATION.search(token[: numerals[-1].start()]):
         return None
     return bare if _COMMAND_BEFORE.search(token[: numerals[-1].start()]) else numerals[-1].group()
+
+
+def _stripped(token: str) -> str:
+    """A token without the punctuation around it; the point of .5 is part of the number."""
+    bare = token.rstrip(TRIM + ".,;:?$").lstrip(TRIM + ",;:?$")
+    return bare if re.match(r"\.\d", bare) else bare.lstrip(TRIM + ".,;:?$")
+
+
+def _is_reference(before: str, candidate: str) -> bool:
+    """Whether a number names a part of the text: 'Step 3:', 'see step 3'; a case or an example may be counted, too."""
+    found = _REFERENCE.search(before)
+    return found is not None and (candidate[-1] in ".:)" or _REFERRING.search(before[: found.start()]) is not None)
+
+
+def is_denied(before: str) -> bool:
+    """Return whether the words before a value say that it is not the answer: not, rather than, instead of."""
+    return _NEGATION.search(before) is not None
 
 
 def is_multiplied(after: str) -> bool:
@@ -183,6 +221,8 @@ def _in_context(text: str, start: int, stop: int, answer: str) -> str | None:
     before, after = text[max(line, start - 200) : start], text[stop : stop + 40].partition("\n")[0]
     if _BOUND_BEFORE.search(before) or is_multiplied(after):
         return None
+    if re.search(r"(?:^|\s)\d{1,20}\s$", before) and "/" not in answer:
+        return None  # two numbers side by side
     before = _BEFORE.sub("", before)
     closed = text[stop - 1] in ".,;:"
     operator = None if _BULLET.fullmatch(before) else _OPERATOR_BEFORE.search(before)

@@ -5,69 +5,27 @@ no meaning stays as it is and is refused by the parser.
 """
 
 import re
-import unicodedata
 from functools import lru_cache
 from typing import NamedTuple
 
-_CHARACTERS = {
-    **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
-    **dict.fromkeys("\u201c\u201d\u201e\u2033", '"'),
-    **dict.fromkeys("\u2018\u2019\u2032", "'"),
-    "\u00d7": r"\times ",
-    "\u2715": r"\times ",
-    "\u00b7": r"\cdot ",
-    "\u22c5": r"\cdot ",
-    "\u2217": "*",
-    "\u00f7": "/",
-    "\u2044": "/",
-    "\u2215": "/",
-    "\u2264": r"\le ",
-    "\u2a7d": r"\le ",
-    "\u2265": r"\ge ",
-    "\u2a7e": r"\ge ",
-    "\u2260": r"\ne ",
-    "\u2248": r"\approx ",
-    "\u221e": r"\infty ",
-    "\u03c0": r"\pi ",
-    "\u03b8": r"\theta ",
-    "\u03b1": r"\alpha ",
-    "\u03b2": r"\beta ",
-    "\u221a": r"\sqrt ",
-    "\u222a": r"\cup ",
-    "\u2229": r"\cap ",
-    "\u2205": r"\emptyset ",
-    "\u2208": r"\in ",
-    "\u00b1": r"\pm ",
-    "\u2213": r"\mp ",
-    "\u00b0": r"^\circ ",
-    "\u27e8": r"\langle ",
-    "\u27e9": r"\rangle ",
-    "\u211d": r"\mathbb{R}",
-    "\u2026": "...",
-    "\u3001": ",",
-    "\u3002": ".",
-    "\u00bd": r"\frac{1}{2}",
-    "\u00bc": r"\frac{1}{4}",
-    "\u00be": r"\frac{3}{4}",
-    "\u2153": r"\frac{1}{3}",
-    "\u2154": r"\frac{2}{3}",
-}
-_SUPERSCRIPTS = dict(
-    zip("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207a", "0123456789-+", strict=True)
-)
-_NOT_ASCII = re.compile(rf"([{''.join(_SUPERSCRIPTS)}]+)|[^\x00-\x7f]")
-
-_AREA = re.compile(r"(?<=\d)(\s?)([kcdm]?m|ft|in)([\u00b2\u00b3])(?![\w(])")
+from slipstream.rewards.mathematics.characters import plain_characters
+from slipstream.rewards.mathematics.numerals import MULTIPLIERS, NUMBER_WORDS, number_in_words
+from slipstream.rewards.mathematics.units import foreign_units, is_unit
 
 _SIZING = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:text)?color\s?\{[a-zA-Z]{0,20}\}|"
-    r"\\(?:displaystyle|textstyle|scriptstyle|left|right|middle|[bB]igg?[lrm]?|limits|nolimits|phantom|boldsymbol|rm|bf|underline|cancel|boxed"
+    r"\\(?:displaystyle|textstyle|scriptstyle|left|right|middle|[bB]igg?[lrm]?|limits|nolimits|phantom|boldsymbol|bm|pmb|ensuremath|rm|bf|underline|cancel|boxed"
     r"|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
-    r"(?![A-Za-z])"
+    r"(?![A-Za-z])|\\tag\s?\{[^{}]{0,20}\}|^\s*\\(?:therefore|because|Rightarrow|implies)(?![A-Za-z])"
+    r"|(?<=\S)\s*\\(?:checkmark|blacksquare|square|Box|qed)\s*$"
 )
+_QUOTED = re.compile(r"([`\"']{1,3})([^`\"']+)\1")
+_ROW_SPACE = re.compile(r"\\\\\s?\[\s?-?[\d.]{1,5}\s?(?:pt|em|ex|mm|cm|in)\s?\]")
+_TRANSPOSED = re.compile(r"(?<=[)\]])\s?\^\s?\{?\s?(?:T|\\(?:top|intercal)|\\(?:mathrm|mathsf|text)\{T\})\s?\}?$")
+_OUTWARD = re.compile(r"(?<![^\s(])([\[\]])([^\[\]()]{1,80}[,;][^\[\]()]{1,80})([\[\]])(?=\s*(?:$|\\cup))")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z,;:!%$(){}\[\]])")
 _SPEED = re.compile(r"(?<=[\d}])\s*(m/s)\b")
-_DIGIT_GROUP = re.compile(r"(?<=\d)\s?(?:\{,\}|\{\s?,\s?\}|,?\\!|\\,)\s*(?=\d{3}(?!\d))")
+_DIGIT_GROUP = re.compile(r"(?<=\d)\s?(?:\{,\}|\{\s?,\s?\}|,?\\!|\\,|_|')\s*(?=\d{3}(?!\d))")
 _SPACED_GROUPS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3}(?![\d,/]))+")
 _SPACE = re.compile(
     r"\\[,;:!> ]|~|\\(?:q?quad|thinspace|medspace|thickspace|enspace|space)(?![A-Za-z])|\\[hv]space\*?\{[^{}]{0,20}\}"
@@ -75,19 +33,47 @@ _SPACE = re.compile(
 _WRAPPER = re.compile(
     r"\\(?:text(?:normal|rm|bf|it|sf|tt|up)?|mbox|hbox|fbox|math(?:rm|bf|it|sf|tt|normal)|operatorname\*?|emph)\s*\{([^{}]*)\}"
 )
+_UNIT_EXPONENT = re.compile(
+    r"(\\(?:text(?:rm|normal)?|mathrm|mbox)\s*\{[^{}]{0,20})\^\s?\{\s?(-?\d)\s?\}(?=[^{}]{0,20}\})"
+)
 _UNBRACED_WRAPPER = re.compile(r"\\(?:math(?:rm|bf|it|sf)|text(?:bf|it|rm)?|mbox)(?![A-Za-z]|\s*\{)")
 _DEGREE = re.compile(
     r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z])|\{\s*\\degree\s*\})|\\degree(?![A-Za-z])|\\circ(?=\s*$)"
 )
 _ORDINAL = re.compile(r"(?<=\d)\s?\^\s?\{?\s?(?:\\(?:text|mathrm)\s?\{)?(?:st|nd|rd|th)\s?\}{1,2}")
 _NOT_EQUAL = re.compile(r"\\not\s*(?:=|\\eq(?![A-Za-z]))")
-_LEADING_CURRENCY = (re.compile(r"^\\\$(?=\s?[\d.])"), re.compile("^\u20ac"), re.compile("^\u00a3"))
+_LEADING_CURRENCIES = {
+    "dollars": re.compile(r"^\\\$(?=\s?[\d.])"),
+    "euros": re.compile("^\u20ac"),
+    "pounds sterling": re.compile("^\u00a3"),
+    "rs": re.compile("^(?:Rs\\.?|\u20b9)(?=\\s?\\d)"),
+}
 _LETTER_TIMES = re.compile(r"(?<=[\d)])\s{1,4}x\s{1,4}(?=[\d(])|(?<=\d)x(?=10\^)")
+_FOOT = re.compile(r"(?<=\d)\s?'(?=\s?\d|$)")
+_INCH = re.compile(r"(?<=\d)\s?(?:\"|'')$")
+_NUMBER_OF_CHOICES = re.compile(
+    r"(?:\{\s?\})?[_^]\s?\{?\s?(\w{1,9})\s?\}?\s?(?:\\mathrm\s?\{C\}|C)\s?_\s?(?:\{\s?(\w{1,9})\s?\}|(\w))"
+    r"|(?<![\w\\])(\d{1,9})\s?C\s?(\d{1,9})(?!\w)|(?<![\w\\])C\s?\(\s?(\w{1,9})\s?,\s?(\w{1,9})\s?\)"
+)
+_BASE = re.compile(
+    r"(?<![\w.])(-?[\dA-F]{1,200})\s?(?:\\text\{)?\s?\(?\s?(?:in\s)?base[\s-]\s?\}?\s?(\d{1,2}|[a-z]{3,7})\s?\)?\s?\}?$"
+)
+_ENDLESS = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{2,40})\s?\.\.\.(?!\.)")
+_REALS = re.compile(r"\\(?:math(?:bf|bb)|Bbb|R)\s?(?:\{\s?R\s?\}|(?<=R)(?![A-Za-z{]))")
 _CHOOSE = re.compile(r"\{([^{}\\]{1,40})\\choose([^{}\\]{1,40})\}")
-_REPEATING = re.compile(r"(?<!\d)(\d{0,60})\.(\d{0,60})\\(?:overline|bar|dot)\s*\{?(\d{1,60})\}?")
+_REPEATING = re.compile(
+    r"(?<!\d)(\d{0,60})\.(\d{0,60})(?:\\(?:overline|bar|dot)\s*\{?(\d{1,60})\}?|(?<=\.)\((\d{1,60})\))"
+)
 _COMMANDS = {
     "dfrac": r"\frac ",
     "tfrac": r"\frac ",
+    "nicefrac": r"\frac ",
+    "sfrac": r"\frac ",
+    "xfrac": r"\frac ",
+    "backslash": r"\setminus ",
+    "varepsilon": r"\epsilon ",
+    "varphi": r"\phi ",
+    "vartheta": r"\theta ",
     "cfrac": r"\frac ",
     "dbinom": r"\binom ",
     "tbinom": r"\binom ",
@@ -137,19 +123,18 @@ _CURRENCY = re.compile(r"\\?\$|[\u20ac\u00a3\u00a5]")
 
 FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "ln", "log", "lg", "exp", "sqrt", "abs"}
-    | {"arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc"}
+    | {"arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "cis"}
 )
 _SYNONYMS = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "infinity": "infty", "inf": "infty", "lg": "log"}
 _NAMES = sorted((FUNCTIONS | set(_SYNONYMS) | {"pi"}) - {"abs", "inf"}, key=len, reverse=True)
 _LETTERS = re.compile("|".join(_NAMES) + "|[A-Za-z]")
 _SEPARATOR_WORDS = frozenset({"and", "or", "und", "oder", "et"})
 
+FEWEST_CUT_PLACES = 6
+"""Digits after the point of a decimal with an ellipsis that may be read as it is."""
+
 OPERATOR_WORDS = {"minus": "-", "negative": "-", "plus": "+", "times": "*", "over": "/"}
 
-NUMBER_WORDS = {
-    **{"zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6},
-    **{"seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12},
-}
 _SHORT_ANSWERS = frozenset({"yes", "no", "odd"})
 _LETTER_RUN = re.compile("[A-Za-z]+")
 _MATHEMATICAL = re.compile(r"[\d\\+*^=<>|]")
@@ -182,44 +167,6 @@ _TOKEN = re.compile(
 )
 
 
-def plain_characters(text: str) -> str:
-    """Write foreign digits, signs and letters in ASCII, with LaTeX commands for symbols, and drop invisible characters.
-
-    Invisible are format characters: zero-width spaces and joiners, marks of writing direction, byte-order marks.
-    """
-    if text.isascii():
-        return text
-    return _NOT_ASCII.sub(_replace_character, _AREA.sub(_area, text))
-
-
-def _area(match: re.Match[str]) -> str:
-    """m² after a digit, as a unit: elsewhere m is a variable."""
-    power = "square" if match.group(3) == "\u00b2" else "cubic"
-    return f"{match.group(1)}\\text{{{power} {match.group(2)}}}"
-
-
-def _replace_character(match: re.Match[str]) -> str:
-    if match.group(1):
-        return "^{" + "".join(_SUPERSCRIPTS[character] for character in match.group(1)) + "}"
-    return _ascii(match.group())
-
-
-@lru_cache(maxsize=4096)
-def _ascii(character: str) -> str:
-    if character in _CHARACTERS:
-        return _CHARACTERS[character]
-    category = unicodedata.category(character)
-    if category == "Cf":
-        return ""
-    if category == "Nd":
-        return str(unicodedata.decimal(character))
-    if category == "Zs":
-        return " "
-    if "\uff01" <= character <= "\uff5e":  # full-width forms of the ASCII characters
-        return chr(ord(character) - 0xFEE0)
-    return character
-
-
 @lru_cache(maxsize=1024)
 def simplify(text: str) -> str:
     """Return an answer with one command for each meaning, without sizes, spacing, currency and thousands marks.
@@ -228,9 +175,14 @@ def simplify(text: str) -> str:
     the last thousand are remembered.
     """
     text = plain_characters(text).strip(" *\n").replace("**", "^")
-    text = _SIZING.sub(" ", text)
+    quoted = _QUOTED.fullmatch(text)
+    text = _SIZING.sub(" ", quoted.group(2).strip() if quoted else text)
+    text = _TRANSPOSED.sub("", _ROW_SPACE.sub(r"\\\\ ", text).strip())
+    text = _REALS.sub(r"\\mathbb{R}", _OUTWARD.sub(_outward_interval, text))
     text = _NOT_EQUAL.sub("!=", _DIGIT_GROUP.sub("", text))
-    for currency, unit in zip(_LEADING_CURRENCY, ("dollars", "euros", "pounds sterling"), strict=True):
+    text = _FOOT.sub(r"\\text{ feet} ", _INCH.sub(r"\\text{ inches}", text))
+    text = foreign_units(_BASE.sub(_based, text))
+    for unit, currency in _LEADING_CURRENCIES.items():
         text = currency.sub(rf"\\text{{{unit}}}", text)
     if "\\begin" not in text:  # no rows: a command that was escaped twice
         text = _DOUBLED.sub(r"\\", text)
@@ -240,10 +192,12 @@ def simplify(text: str) -> str:
     text = _DEGREE.sub(r"\\degree ", text)
     text = _LETTER_TIMES.sub("*", text)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", _ORDINAL.sub("", text))
-    text = _REPEATING.sub(_repeating_decimal, text)
+    text = _NUMBER_OF_CHOICES.sub(_binomial, text)
+    text = _REPEATING.sub(_repeating_decimal, _UNIT_EXPONENT.sub(r"\1^\2", text))
     text = _WRAPPER.sub(_unwrap, text)
     text = _UNBRACED_WRAPPER.sub(" ", text)
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match.group(1), match.group()), text)
+    text = _ENDLESS.sub(_endless_decimal, text)
     text = _CURRENCY.sub(" ", text).replace("\\%", "%").replace("\\(", "").replace("\\)", "")
     text = text.replace("\\[", "").replace("\\]", "").replace("\\#", "").replace("\\&", "&").replace("\\_", "_")
     text = _SPACED_GROUPS.sub(lambda match: match.group().replace(" ", ""), text)
@@ -255,14 +209,56 @@ def _unwrap(match: re.Match[str]) -> str:
     command = match.group().partition("{")[0]
     if command.startswith("\\operatorname") and content in FUNCTIONS | set(_SYNONYMS):
         return f"\\{content} "
+    if len(content) == 1 and is_unit(content) and command == "\\mathrm":
+        return f"\\text{{{content}}}"
     if len(content) == 1 and content.isalpha() and not command.startswith(("\\text", "\\mbox")):
         return f" {content} "
     return f"\\text{{{match.group(1)}}}"
 
 
+def _outward_interval(match: re.Match[str]) -> str:
+    """]0, 1] as (0, 1]: the brackets of an interval that are turned away from it leave its end out."""
+    left, inside, right = match.groups()
+    return (
+        match.group()
+        if left + right == "[]"
+        else f"{'[' if left == '[' else '('}{inside}{']' if right == ']' else ')'}"
+    )
+
+
+def _based(match: re.Match[str]) -> str:
+    """'101 in base 2' as 101_{2}."""
+    digits, base = match.groups()
+    number = base if base.isdigit() else number_in_words(base)
+    return match.group() if number is None else f"{digits}_{{{number}}}"
+
+
+def _binomial(match: re.Match[str]) -> str:
+    """{}_{10}C_{3}, 10C3 and C(10, 3) as a binomial coefficient."""
+    total, chosen = [group for group in match.groups() if group]
+    return rf"\binom{{{total}}}{{{chosen}}}"
+
+
+def _endless_decimal(match: re.Match[str]) -> str:
+    """0.1666... with its last digit, or 0.1212... with its two, repeated; a longer decimal with its end cut off.
+
+    What else is meant by a short one, such as 1.41..., is not known: it stays what it is.
+    """
+    whole, places = match.groups()
+    repeated = re.fullmatch(r"(\d*?)(\d)\2{2,}", places) or re.fullmatch(r"()(\d\d)\2{1,}", places)
+    if repeated:
+        return _repeated(whole, *repeated.groups())
+    return f"{whole}.{places}" if len(places) >= FEWEST_CUT_PLACES else match.group()
+
+
 def _repeating_decimal(match: re.Match[str]) -> str:
-    """0.1\\overline{6} as the fraction it is: (16 - 1) / 90."""
-    whole, fixed, period = match.groups()
+    """0.1\\overline{6} or 0.(6) as a fraction."""
+    whole, fixed, period, bracketed = match.groups()
+    return _repeated(whole, fixed, period or bracketed)
+
+
+def _repeated(whole: str, fixed: str, period: str) -> str:
+    """The fraction of a decimal: (16 - 1) / 90 with no digits before the point, 1 that stays and 6 that repeats."""
     start = int(whole + fixed or "0")
     return rf"\frac{{{int(f'{start}{period}') - start}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
@@ -293,11 +289,11 @@ def _tokens(text: str) -> list[Token]:
         if kind in ("grouped", "number"):
             tokens.append(Token("number", value.replace(",", "")))
         elif kind == "text":
-            tokens += _text_tokens(value)
+            tokens += _text_tokens(value, tokens)
         elif kind == "command":
             tokens.append(Token("name", "\\" + _SYNONYMS.get(value, value)))
         elif kind == "letters":
-            tokens += _letter_tokens(value, tokens[-1] if tokens else None, prose)
+            tokens += _multiplied(value, tokens) or _letter_tokens(value, tokens[-1] if tokens else None, prose)
         elif kind == "environment":
             tokens.append(Token(kind, "".join(value.split())))
         elif kind != "space":
@@ -316,8 +312,22 @@ def _operators_for_words(tokens: list[Token]) -> list[Token]:
     ]
 
 
-def _text_tokens(content: str) -> list[Token]:
+def _multiplied(letters: str, before: list[Token]) -> list[Token]:
+    """The factor of 'million' after a number; nothing for other words."""
+    lower = letters.lower()
+    factor = MULTIPLIERS.get(lower) or MULTIPLIERS.get(lower.removesuffix("s"))
+    if factor is None or not before or before[-1].kind != "number":
+        return []
+    return [Token("operator", "*"), Token("number", str(factor))]
+
+
+def _text_tokens(content: str, before: list[Token]) -> list[Token]:
     stripped = content.strip()
+    first, _, rest = stripped.partition(" ")
+    if multiplied := _multiplied(first, before):
+        return multiplied + (_text_tokens(rest, multiplied) if rest.strip() else [])
+    if is_unit(stripped) and _takes_unit(before):
+        return [Token("text", stripped)]
     words = stripped.strip(",;. ").lower()
     if words in _SEPARATOR_WORDS or not words:
         return [Token("operator", ",")] if stripped else []
@@ -327,6 +337,15 @@ def _text_tokens(content: str) -> list[Token]:
         return [Token("name", "\\infty")]
     letter = stripped.strip("()")
     return [Token("name", letter)] if len(letter) == 1 else [Token("text", stripped)]
+
+
+def _takes_unit(before: list[Token]) -> bool:
+    """Whether a unit may follow: after a number or a bracket, or after a unit and a sign of multiplication."""
+    if not before:
+        return False
+    last = before[-1]
+    is_joined = len(before) > 1 and last.text in ("*", "/") and before[-2].kind == "text"
+    return last.kind in ("number", "text") or last.text in (")", "}", "\\pi") or is_joined
 
 
 def _letter_tokens(letters: str, before: Token | None, prose: bool) -> list[Token]:

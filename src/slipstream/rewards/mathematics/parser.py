@@ -53,6 +53,8 @@ _STRUCTURAL = frozenset(
         "\\pm",
         "\\mp",
         "\\approx",
+        "\\over",
+        "\\choose",
     }
     | {"\\sum", "\\prod", "\\int", "\\lim", "\\to", "\\rightarrow", "\\mapsto", "\\rfloor", "\\rceil"}
 )
@@ -64,7 +66,7 @@ _END = Token("end", "")
 def parse_expression(tokens: Sequence[Token]) -> Node:
     """Return the expression that all the tokens make up. Raises UnreadableError if they make up none."""
     parser = _Parser(tokens)
-    node = parser.sum()
+    node = parser.quotient()
     if parser.next is not _END:
         raise UnreadableError(f"unexpected {parser.next.text!r}")
     return node
@@ -96,6 +98,13 @@ class _Parser:
         if self._accept(text) is None:
             raise UnreadableError(f"expected {text!r}, found {self.next.text!r}")
 
+    def quotient(self) -> Node:
+        """A sum, or two with \\over or \\choose between them, which divide all of a group."""
+        top = self.sum()
+        if self._accept("\\choose"):
+            return Call("binomial", (top, self.sum()))
+        return Product((top, Power(self.sum(), MINUS_ONE))) if self._accept("\\over") else top
+
     def sum(self) -> Node:
         terms = [self._signed_product()]
         while sign := self._accept("+", "-"):
@@ -116,7 +125,7 @@ class _Parser:
                 factors.append(self._signed_power())
             elif self._accept("/"):
                 factors.append(Power(self._signed_power(), MINUS_ONE))
-            elif self._starts_factor():
+            elif self._starts_factor() or (self.next.kind == "number" and _takes_number(factors[-1])):
                 factors.append(self._power())
             else:
                 return factors[0] if len(factors) == 1 else Product(tuple(factors))
@@ -151,7 +160,8 @@ class _Parser:
         node = self._primary()
         for _ in range(MOST_SUFFIXES):
             if self._accept("!"):
-                node = Call("factorial", (node,))
+                name = "double_factorial" if self._accept("!") else "factorial"
+                node = Call(name, (node,))
             elif self._accept("\\degree"):
                 node = Call("degree", (node,))
             elif self._accept("%"):
@@ -197,7 +207,7 @@ class _Parser:
         if name == "\\sqrt":
             return self._root()
         if name == "\\binom":
-            return Call("binomial", (self._argument(), self._argument()))
+            return Call("binomial", (self._argument(single=True), self._argument()))
         if name in _DECORATIONS:
             return Symbol(f"{name}{self._argument()}")
         if name[1:] in FUNCTIONS:
@@ -307,7 +317,7 @@ class _Parser:
     def _group(self, closer: str) -> Node:
         self._enter()
         bars, self._bars = self._bars, int(closer == "|")
-        inside = self.sum()
+        inside = self.quotient() if closer == "}" else self.sum()
         self._expect(closer)
         self._bars = bars
         self._depth -= 1
@@ -317,6 +327,13 @@ class _Parser:
         self._depth += 1
         if self._depth > DEEPEST_NESTING:
             raise UnreadableError(f"nested deeper than {DEEPEST_NESTING} levels")
+
+
+def _takes_number(factor: Node) -> bool:
+    """Whether a number without a sign may follow as a factor: after 2^3 or 3!, but not after 4 or 1/4."""
+    if isinstance(factor, Power):
+        return factor.exponent != MINUS_ONE
+    return isinstance(factor, Call) and factor.name.endswith("factorial")
 
 
 def _is_differential(node: Node) -> bool:

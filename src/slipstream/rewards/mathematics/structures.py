@@ -6,7 +6,6 @@ that hold it together, from the loosest to the tightest; what is left is a scala
 
 import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from functools import lru_cache
 from typing import TypeVar
 
@@ -14,10 +13,10 @@ from slipstream.rewards.mathematics.expressions import (
     BasedNumber,
     Call,
     Collection,
-    Constant,
     Group,
     Matrix,
     Number,
+    Product,
     Quantity,
     Ratio,
     Relation,
@@ -25,11 +24,12 @@ from slipstream.rewards.mathematics.expressions import (
     Union,
     UnreadableError,
     Value,
-    negative,
 )
-from slipstream.rewards.mathematics.notation import FUNCTIONS, NUMBER_WORDS, Token, simplify, tokenize
+from slipstream.rewards.mathematics.notation import FUNCTIONS, Token, simplify, tokenize
+from slipstream.rewards.mathematics.numerals import NUMBER_WORDS, number_in_words
 from slipstream.rewards.mathematics.parser import parse_expression
-from slipstream.rewards.mathematics.units import is_currency
+from slipstream.rewards.mathematics.solutions import all_reals, reals_without
+from slipstream.rewards.mathematics.units import NO_UNITS, is_currency
 
 Item = TypeVar("Item")
 
@@ -45,6 +45,9 @@ MOST_ITEMS = 64
 _OPENERS = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}
 _CLOSERS = {")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil"}
 _SIGNS = {"=": "=", "==": "=", ":=": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", "\\approx": "approx"}
+_TOTALS = {"\\sum", "\\prod", "\\int", "\\lim", "\\max", "\\min"}
+"""What may stand before an equals sign without being read: it is what the question asks for."""
+
 _MATRICES = {"matrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix", "smallmatrix", "array"}
 _ARTICLES = frozenset({"the", "a", "an", "is", "are"})
 _LEADS = frozenset(
@@ -52,46 +55,9 @@ _LEADS = frozenset(
 )
 """Words before a number that leave it what it is, but for a currency."""
 
-NO_UNITS = (
-    {"not", "never", "neither", "nor", "except", "wrong", "incorrect", "false", "no", "but", "than", "if", "when"}
-    | {"million", "billion", "trillion", "thousand", "hundred", "dozen", "score", "half", "halves", "third", "fourth"}
-    | {
-        "quarter",
-        "fifth",
-        "sixth",
-        "eighth",
-        "tenth",
-        "hundredth",
-        "squared",
-        "cubed",
-        "factorial",
-        "power",
-        "pi",
-        "infinity",
-    }
-    | {
-        "over",
-        "plus",
-        "minus",
-        "times",
-        "divided",
-        "multiplied",
-        "choose",
-        "mod",
-        "modulo",
-        "out",
-        "to",
-        "versus",
-        "vs",
-    }
-    | {"maybe", "possibly", "perhaps", "instead", "rather", "between", "unless", "otherwise", "negative", "where"}
-    | {"base", "by", "with", "for", "cannot", "can't", "isn't", "even", "twice", "least", "most", "fewer", "less"}
-)
-"""Words after a number that make another answer of it, or none: factors, operators, conditions, denials."""
-
 _SHAPES = {"name": "n", "word": "n", "text": "n", "number": "d"}
 _NAME_SHAPE = re.compile(
-    r"(?:n'{0,3}(?:_(?:[nd]|\{[nd]{1,6}\}))?){1,5}(?:\([^()]{0,40}\))?|\|n{1,5}\||\(n(?:,n){1,9}\)"
+    r"(?:n'{0,3}(?:_(?:[nd]|\{[nd]{1,6}\}))?){1,5}(?:\((?:[^()]|\([^()]{0,20}\)){0,40}\))?|\|n{1,5}\||\(n(?:,n){1,9}\)"
 )
 """What a name looks like: variables with primes and subscripts, perhaps with arguments; a length; a point."""
 
@@ -104,7 +70,10 @@ _MERIDIEM = {"": "", "am": "am", "pm": "pm", "oclock": ""}
 _MODULUS = re.compile(
     r"\\pmod\s*(?:\{\s*\d{1,9}\s*\}|\d)$|(?:\\text\{\s*)?\((?:\\text\{)?\s*\\?mod\s*\}?\s*\d{1,9}\)\}?$"
 )
-_BASED = re.compile(r"(?P<sign>-?)[{(]?(?P<digits>[A-Z]{0,9}\d[\dA-Z]{0,200})[})]?_\{?\(?(?P<base>\d{1,2})\)?\}?")
+_BASED = re.compile(
+    r"(?P<sign>-?)[{(]?(?P<digits>[A-Z]{0,9}\d[\dA-Za-f]{0,200}|[A-F]{2,200})[})]?_\{?\(?(?P<base>\d{1,2}|[a-z]{3,7})\)?\}?"
+)
+_REAL_MEMBER = ("", "\\in\\mathbb{R}", "\\in\\mathbbR")
 _ALL_REALS = frozenset({"all real number", "all real", "real number", "all real numbers"})
 
 
@@ -189,7 +158,7 @@ def _read_relation(tokens: Sequence[Token], depth: int) -> Value | None:
         _SIGNS[token.text] for token in _at_top(tokens) if token.text in _SIGNS and token.kind in ("operator", "name")
     ]
     if not parts[0]:
-        if len(parts) == 2 and signs[0] in ("=", "approx"):
+        if set(signs) <= {"=", "approx"}:
             return _read(tokens[1:], depth + 1)
         raise UnreadableError("a relation without a left side")
     if signs == ["="] and [token.kind for token in parts[1]] == ["name"] and _name(parts[0]) is None:
@@ -200,9 +169,8 @@ def _read_relation(tokens: Sequence[Token], depth: int) -> Value | None:
         parts, signs = parts[: cut + 1], signs[:cut]
     if not signs:
         return _read(parts[0], depth + 1)
-    values = tuple(
-        _read(part, depth + 1) if index or name is None else _named(part) for index, part in enumerate(parts)
-    )
+    words = name is not None or parts[0][0].text in _TOTALS
+    values = tuple(_named(part) if words and not index else _read(part, depth + 1) for index, part in enumerate(parts))
     return Relation(_bounded(values), tuple("=" if sign == "approx" else sign for sign in signs), name)
 
 
@@ -232,17 +200,17 @@ def _read_union(tokens: Sequence[Token], depth: int) -> Value | None:
         members = [item for each in sets if isinstance(each, Collection) for item in each.items]
         only_members = all(isinstance(each, Collection) for each in sets)
         return Collection(_bounded(members), braces=True) if only_members else Union(sets)
+    parts = _split(tokens, lambda token: token.text == "\\setminus")
+    if len(parts) == 2:
+        whole, left_out = (_read(part, depth + 1) for part in parts)
+        if whole != all_reals() or not isinstance(left_out, Collection):
+            raise UnreadableError("a difference of other sets than the real numbers and a list")
+        return reals_without(left_out.items)
     if len(tokens) == 1 and tokens[0].text == "\\emptyset":
         return Collection((), braces=True)
     if [token.text for token in tokens] in (["\\mathbb", "{", "R", "}"], ["\\mathbb", "R"]):
         return all_reals()
     return None
-
-
-def all_reals() -> Group:
-    """The interval of all real numbers."""
-    infinity = Constant("infinity")
-    return Group("(", ")", (Quantity(negative(infinity)), Quantity(infinity)))
 
 
 def _read_ratio(tokens: Sequence[Token], depth: int) -> Value | None:
@@ -270,7 +238,8 @@ def _read_group(tokens: Sequence[Token], depth: int) -> Value | None:
     inside = tokens[1:-1]
     if first == "\\{":
         described = _split(inside, lambda token: token.text in ("\\mid", "|", ":"))
-        if len(described) == 2 and [token.kind for token in described[0]] == ["name"]:
+        member = "".join(token.text for token in described[0][1:])
+        if len(described) == 2 and described[0][:1] and described[0][0].kind == "name" and member in _REAL_MEMBER:
             return _read(described[1], depth + 1)  # the set of all x with this property
         parts = [part for part in _split(inside, _is_comma) if part]
         return Collection(_bounded([item for part in parts for item in _items(_read(part, depth + 1))]), braces=True)
@@ -292,8 +261,10 @@ def _has_structure(tokens: Sequence[Token]) -> bool:
 
 def _read_matrix(tokens: Sequence[Token], depth: int) -> Value | None:
     first, last = tokens[0], tokens[-1]
-    if first.kind != "environment" or last.kind != "environment":
+    if last.kind != "environment":
         return None
+    if first.kind != "environment":
+        return _read_scaled_matrix(tokens, depth)
     name = first.text.partition("{")[2].rstrip("}")
     if name not in _MATRICES or last.text != f"\\end{{{name}}}":
         raise UnreadableError(f"an environment {name} that is no matrix")
@@ -308,6 +279,20 @@ def _read_matrix(tokens: Sequence[Token], depth: int) -> Value | None:
         raise UnreadableError("a matrix whose rows differ in length")
     values = [_bounded([_read(cell, depth + 1) for cell in row]) for row in rows]
     return Matrix(_bounded(values), determinant=name in ("vmatrix", "Vmatrix"))
+
+
+def _read_scaled_matrix(tokens: Sequence[Token], depth: int) -> Value | None:
+    """A matrix with a factor before it: \\frac{1}{2}\\begin{pmatrix}..., -\\begin{pmatrix}..."""
+    start = next(index for index, token in enumerate(tokens) if token.kind == "environment")
+    factor = list(tokens[: start - (tokens[start - 1].text == "*")])
+    matrix = _read_matrix(tokens[start:], depth)
+    if not isinstance(matrix, Matrix) or matrix.determinant:
+        return None
+    scale = parse_expression([*factor, Token("number", "1")] if factor[-1].text == "-" else factor)
+    rows = [[cell.expression for cell in row if isinstance(cell, Quantity)] for row in matrix.rows]
+    if any(len(row) != len(matrix.rows[0]) for row in rows):
+        raise UnreadableError("a factor of what is no number")
+    return Matrix(tuple(tuple(Quantity(Product((scale, cell))) for cell in row) for row in rows))
 
 
 def _read_compound(tokens: Sequence[Token], depth: int) -> Value | None:
@@ -325,7 +310,8 @@ def _read_based(tokens: Sequence[Token], depth: int) -> Value | None:
     match = _BASED.fullmatch(text)
     if match is None:
         return None
-    sign, digits, base = match["sign"], match["digits"], int(match["base"])
+    sign, digits = match["sign"], match["digits"].upper()
+    base = int(match["base"]) if match["base"].isdigit() else int(number_in_words(match["base"]) or 0)
     if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
         return None
     return BasedNumber(sign, digits.lstrip("0") or "0", base)
@@ -340,8 +326,9 @@ def _read_words(tokens: Sequence[Token], depth: int) -> Value | None:
     ):
         return None
     words = normal_words(" ".join(token.text for token in tokens))
-    if words in NUMBER_WORDS:
-        return Quantity(Number(Fraction(NUMBER_WORDS[words])))
+    number = number_in_words(words)
+    if number is not None:
+        return Quantity(Number(number))
     if words in _ALL_REALS:
         return all_reals()
     if words in ("empty", "empty set", "null set"):
@@ -357,6 +344,10 @@ def _read_quantity(tokens: Sequence[Token]) -> Value:
     currency = next((token.text for token in tokens[:lead] if is_currency(token.text)), None)
     tokens = tokens[lead:]
     start = _unit_start(tokens)
+    if start == len(tokens) and len(tokens) > 3 and [tokens[-3].text, tokens[-1].text] == ["(", ")"]:
+        bracketed = tokens[-2]  # 5 (cm)
+        tokens = [*tokens[:-3], bracketed] if bracketed.kind in ("text", "word") else tokens
+        start = _unit_start(tokens)
     words = _words(tokens[start:])
     if (words | {word.removesuffix("s") for word in words}) & (NO_UNITS | NUMBER_WORDS.keys()):
         raise UnreadableError("words after a number that make it another, or deny it")

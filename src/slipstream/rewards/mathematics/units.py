@@ -8,28 +8,28 @@ import re
 _ALIASES: dict[str, str] = {
     alias: names.split()[0]
     for names in (
-        "mm millimeter millimetre",
-        "cm centimeter centimetre",
-        "m meter metre",
-        "km kilometer kilometre kph",
+        "mm millimeter millimetre 毫米",
+        "cm centimeter centimetre 厘米",
+        "m meter metre 米",
+        "km kilometer kilometre kph 千米 公里",
         "inch in inches",
         "foot ft feet",
         "yard yd",
         "mile mi mph",
         "mg milligram",
-        "g gram",
-        "kg kilogram",
+        "g gram 克",
+        "kg kilogram 千克 公斤",
         "lb pound lbs",
         "oz ounce",
-        "second sec s",
-        "minute min",
-        "hour hr h",
-        "day",
+        "second sec s 秒",
+        "minute min 分钟",
+        "hour hr h 小时",
+        "day 天",
         "week",
         "month",
-        "year",
-        "ml milliliter millilitre",
-        "l liter litre",
+        "year 年",
+        "ml milliliter millilitre 毫升",
+        "l liter litre 升",
         "gallon gal",
         "dollar usd",
         "cent",
@@ -46,6 +46,44 @@ _ALIASES: dict[str, str] = {
 }
 
 
+NO_UNITS = (
+    {"not", "never", "neither", "nor", "except", "wrong", "incorrect", "false", "no", "but", "than", "if", "when"}
+    | {"million", "billion", "trillion", "thousand", "hundred", "dozen", "score", "half", "halves", "third", "fourth"}
+    | {
+        "quarter",
+        "fifth",
+        "sixth",
+        "eighth",
+        "tenth",
+        "hundredth",
+        "squared",
+        "cubed",
+        "factorial",
+        "power",
+        "pi",
+        "infinity",
+    }
+    | {
+        "over",
+        "plus",
+        "minus",
+        "times",
+        "divided",
+        "multiplied",
+        "choose",
+        "mod",
+        "modulo",
+        "out",
+        "to",
+        "versus",
+        "vs",
+    }
+    | {"maybe", "possibly", "perhaps", "instead", "rather", "between", "unless", "otherwise", "negative", "where"}
+    | {"base", "by", "with", "for", "cannot", "can't", "isn't", "even", "twice", "least", "most", "fewer", "less"}
+)
+"""Words after a number that make another answer of it, or none: factors, operators, conditions, denials."""
+
+
 def conflicting(first: str | None, second: str | None) -> bool:
     """Return whether two units, as they are written, are known and differ, or both have powers and these differ."""
     if not first or not second:
@@ -57,6 +95,34 @@ def conflicting(first: str | None, second: str | None) -> bool:
 def is_currency(word: str) -> bool:
     """Return whether a word may stand before a number as its unit."""
     return word in _CURRENCIES
+
+
+_LETTERS = frozenset("mgshlLNJWVC")
+"""Letters that are units after a number where they are written as text; K may be kelvin or thousand."""
+
+_COUNTED = "元 个 人 只 本 棵 辆 块 次 种 页 条 名 岁 度 吨 平方米 平方厘米 立方米 立方厘米"
+"""What is counted in Chinese without a name in the table; 万 and the like multiply, and are no units."""
+
+_FOREIGN = sorted([*_COUNTED.split(), *(alias for alias in _ALIASES if not alias.isascii())], key=len, reverse=True)
+_FOREIGN_UNIT = re.compile(rf"(?<=[\d}})])\s?({'|'.join(_FOREIGN)})$")
+
+
+def is_unit(text: str) -> bool:
+    """Return whether a text that follows a number is a unit: a letter, or known names with powers, m/s^2."""
+    if text in _LETTERS:
+        return True
+    words = re.findall(r"[A-Za-z]+", text)
+    shape = re.fullmatch(r"[A-Za-z]+(?:\^-?\d)?(?:\s?[/*\s]\s?[A-Za-z]+(?:\^-?\d)?){0,4}", text)
+    return shape is not None and all(word in _LETTERS or word.lower() in _ALIASES for word in words)
+
+
+def foreign_units(text: str) -> str:
+    """Return an answer whose last word is a Chinese unit after a number with it in a text command."""
+    return text if text.isascii() else _FOREIGN_UNIT.sub(_translated, text)
+
+
+def _translated(match: re.Match[str]) -> str:
+    return rf"\text{{ {_ALIASES.get(match.group(1), 'unit')}}}"
 
 
 _CURRENCIES = frozenset({"dollars", "euros", "pounds sterling", "usd", "rs", "eur"})

@@ -14,10 +14,10 @@ from typing import Any
 
 from slipstream.rewards.function import Score, ScoredText
 from slipstream.rewards.mathematics.answers import find_answer, find_boxes, joined_boxes, marked_answer
+from slipstream.rewards.mathematics.characters import plain_characters
 from slipstream.rewards.mathematics.equality import undefined_constant
 from slipstream.rewards.mathematics.equivalence import same_answer
 from slipstream.rewards.mathematics.expressions import Quantity, Text
-from slipstream.rewards.mathematics.notation import plain_characters
 from slipstream.rewards.mathematics.structures import LONGEST_ANSWER, value_or_none
 
 MOST_GOLD_WORDS = 3
@@ -27,6 +27,7 @@ which no answer can be read."""
 
 _ELSEWHERE = frozenset({"see", "proof", "prove", "shown", "explanation", "unknown", "nan", "null", "tbd"})
 _ANNOUNCED = re.compile(r"[\W_]{0,8}(?:final\s)?answer\W", re.IGNORECASE)
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s?\{[A-Za-z*]{1,20}\}")
 _NOTHING = frozenset({"None", "none", "N/A", "n/a", "nan", "NaN", "null"})
 """What programs write for a missing value. 'None' as an answer has to be a text command: \\text{None}."""
 
@@ -82,7 +83,7 @@ def _is_gold(answer: str) -> bool:
     """Whether a label's answer has a value, is a few words, or at least is written in mathematical signs."""
     value = value_or_none(answer)
     if value is None:
-        words = re.findall(r"(?<!\\)\b[A-Za-z]{3,}", answer)
+        words = re.findall(r"(?<!\\)\b[A-Za-z]{3,}", _ENVIRONMENT.sub(" ", answer))
         return len(words) < MOST_GOLD_WORDS and bool(re.search(r"\d|\\[A-Za-z]", answer))
     if isinstance(value, Text):
         words = value.words.split()
