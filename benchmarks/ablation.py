@@ -43,7 +43,7 @@ ENGINES = ("transformers", "vllm")
 PHASES = ("generate", "prepare", "train", "publish")
 GROUPS_PER_STEP = 8
 SAMPLES_PER_PROMPT = 16
-LEARNING_RATE = 5e-4
+LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True)

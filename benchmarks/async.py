@@ -53,7 +53,7 @@ class Workload:
 
 WORKLOADS = {
     "latency": Workload(16, 16, 6, learning_rate=2e-4, is_scored_slowly=True),
-    "generation": Workload(8, 16, 64, learning_rate=5e-4, is_scored_slowly=False, tail=LONG_TAIL),
+    "generation": Workload(8, 16, 64, learning_rate=3e-4, is_scored_slowly=False, tail=LONG_TAIL),
 }
 
 

@@ -24,6 +24,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if tail not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(learning, "SFT_STEPS", SFT_STEPS)
+                patch.setattr(learning, "TAIL_SFT_STEPS", SFT_STEPS)
                 made[tail] = learning.make_start(tmp_path_factory.mktemp("starts") / "start", seed, tail=tail)
         return made[tail]
 
